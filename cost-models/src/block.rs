@@ -1,0 +1,424 @@
+//! Time, communication and kept tensors of one execution of a block on one rank.
+//!
+//! Everything follows from the graph: which operands backward needs says what is kept, which contracted
+//! dims the tensor axis splits says what is reduced, and which neighbours one kernel computes together
+//! says what passes through memory.
+
+use std::collections::BTreeMap;
+
+use ir::graph::{Block, Dim, DimName, Extents, Fusion, OperatorKind};
+use ir::model::DType;
+use ir::sharding::TensorSplit;
+use ir::units::{Bytes, Seconds};
+use petgraph::graph::NodeIndex;
+use petgraph::visit::EdgeRef;
+use petgraph::{Direction, unionfind::UnionFind};
+
+use crate::collective::{CollectiveKind, Placement, collective_time};
+use crate::machine::Machine;
+use crate::matmul::{MatmulShape, matmul_time};
+
+/// Flash attention's backward does 2.5 times the forward's FLOPs: five products to two (Dao,
+/// arXiv 2307.08691, section 4.1).
+const FLASH_BACKWARD_PER_FORWARD: f64 = 2.5;
+/// Share of the score matrix that a causal kernel computes.
+const CAUSAL_SHARE: f64 = 0.5;
+
+/// Cost of one execution of a block for one micro-batch on one rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct BlockCost {
+    /// Computation of the forward pass.
+    pub forward: Seconds,
+    /// Computation of the backward pass, without recomputation.
+    pub backward: Seconds,
+    /// The part of `forward` that is the attention core.
+    pub attention_core: Seconds,
+    /// Tensor-axis collectives of the forward pass.
+    pub forward_communication: Seconds,
+    /// Tensor-axis collectives of the backward pass.
+    pub backward_communication: Seconds,
+    /// Tensors kept for backward if nothing is recomputed.
+    pub kept: Bytes,
+    /// The part of `kept` that recomputing the attention core avoids.
+    pub kept_by_core: Bytes,
+    /// The tensor that enters the block.
+    pub input: Bytes,
+    /// Largest set of temporary tensors that one operator's backward needs beside those kept.
+    pub workspace: Bytes,
+}
+
+/// What a block is costed for.
+#[derive(Clone, Copy, Debug)]
+pub struct BlockCase<'a> {
+    /// How the tensor axis splits dims.
+    pub split: TensorSplit,
+    /// Where tensor groups lie.
+    pub tensor_group: Placement,
+    /// Micro-batch and sequence length.
+    pub extents: Extents,
+    /// Number format of the model.
+    pub dtype: DType,
+    /// The machine.
+    pub machine: &'a Machine,
+}
+
+/// Costs one execution of a block.
+pub fn block_cost(block: &Block, case: BlockCase) -> BlockCost {
+    let mut cost = BlockCost { input: input_bytes(block, case), ..BlockCost::default() };
+    add_computation(block, case, &mut cost);
+    add_communication(block, case, &mut cost);
+    add_kept(block, case, &mut cost);
+    cost
+}
+
+impl BlockCase<'_> {
+    fn bytes(&self, block: &Block, node: NodeIndex) -> f64 {
+        let tensor = &block.graph[node].output;
+        let elements = match block.graph[node].is_parameter() {
+            true => self.split.local_parameter(tensor) as f64,
+            false => self.split.local_activation(tensor, self.extents),
+        };
+        elements * tensor.element.bytes(self.dtype) as f64
+    }
+}
+
+fn input_bytes(block: &Block, case: BlockCase) -> Bytes {
+    let inputs = block.graph.node_indices().filter(|node| block.graph[*node].kind == OperatorKind::Input);
+    inputs.map(|node| Bytes(case.bytes(block, node) as u64)).sum()
+}
+
+fn add_computation(block: &Block, case: BlockCase, cost: &mut BlockCost) {
+    let flash = case.machine.stack.kernels.flash_attention;
+    for product in products(block, case) {
+        if flash && product.attention_core {
+            continue;
+        }
+        let [forward, backward] = product_times(product.shape, case);
+        cost.forward += forward;
+        cost.backward += backward;
+        if product.attention_core {
+            cost.attention_core += forward;
+        }
+    }
+    for kernel in elementwise_kernels(block, case) {
+        if flash && kernel.attention_core {
+            continue;
+        }
+        cost.forward += kernel.forward;
+        cost.backward += kernel.backward;
+        if kernel.attention_core {
+            cost.attention_core += kernel.forward;
+        }
+    }
+    if flash {
+        let forward = flash_attention_time(block, case);
+        cost.forward += forward;
+        cost.backward += forward * FLASH_BACKWARD_PER_FORWARD;
+        cost.attention_core += forward;
+    }
+}
+
+/// Forward time of a flash-attention kernel: half of the score matrix at the device's efficiency.
+fn flash_attention_time(block: &Block, case: BlockCase) -> Seconds {
+    let flops: f64 = products(block, case).iter().filter(|p| p.attention_core).map(|p| p.shape.flops()).sum();
+    if flops == 0.0 {
+        return Seconds(0.0);
+    }
+    let rate = case.machine.peak_rate(case.dtype).0 * case.machine.device.flash_attention_efficiency.value;
+    Seconds(flops * CAUSAL_SHARE / rate).max(case.machine.stack.kernels.launch_floor.value)
+}
+
+fn product_times(shape: MatmulShape, case: BlockCase) -> [Seconds; 2] {
+    let time = |shape| matmul_time(shape, case.dtype, case.machine);
+    [time(shape), time(shape.left_gradient()) + time(shape.right_gradient())]
+}
+
+struct Product {
+    shape: MatmulShape,
+    attention_core: bool,
+}
+
+/// Matrix products of a block; projections of one input are joined where the stack joins them.
+fn products(block: &Block, case: BlockCase) -> Vec<Product> {
+    let joint = case.machine.stack.kernels.joint_projections;
+    let mut products: Vec<(Option<NodeIndex>, Product)> = Vec::new();
+    for node in block.graph.node_indices() {
+        let Some(shape) = product_shape(block, node, case) else { continue };
+        let operator = &block.graph[node];
+        let operands = block.operands(node);
+        let split = case.split.splits(&operator.output);
+        let joinable = joint && split && block.graph[operands[1]].is_parameter();
+        let input = joinable.then_some(operands[0]);
+        match products.iter_mut().find(|(seen, _)| seen.is_some() && *seen == input) {
+            Some((_, product)) => product.shape.n += shape.n,
+            None => products.push((input, Product { shape, attention_core: operator.attention_core })),
+        }
+    }
+    products.into_iter().map(|(_, product)| product).collect()
+}
+
+/// The matrix product that an operator is on one rank, or `None` if it is no contraction.
+fn product_shape(block: &Block, node: NodeIndex, case: BlockCase) -> Option<MatmulShape> {
+    let (over, grouped) = match &block.graph[node].kind {
+        OperatorKind::Contraction { over } => (over, false),
+        OperatorKind::GroupedContraction { over } => (over, true),
+        _ => return None,
+    };
+    let operands = block.operands(node);
+    let [left, right] = [&block.graph[operands[0]].output, &block.graph[operands[1]].output];
+    let has = |dims: &[Dim], name: DimName| dims.iter().any(|dim| dim.name == name);
+    let size = |dims: &mut dyn Iterator<Item = &Dim>| -> f64 {
+        dims.map(|dim| case.split.local_extent(*dim, case.extents) as f64).product()
+    };
+    let mut shape = MatmulShape {
+        batch: size(&mut left.shape.iter().filter(|d| has(&right.shape, d.name) && !over.contains(&d.name))),
+        m: size(&mut left.shape.iter().filter(|d| !has(&right.shape, d.name))),
+        n: size(&mut right.shape.iter().filter(|d| !has(&left.shape, d.name) && d.name != DimName::Expert)),
+        k: size(&mut left.shape.iter().filter(|d| over.contains(&d.name))),
+    };
+    if grouped {
+        let experts = right.extent(DimName::Expert).map_or(1.0, |extent| extent.value(case.extents) as f64);
+        shape.batch = experts;
+        shape.m /= experts;
+    }
+    let whole = !case.split.splits(left) && !case.split.splits(right);
+    if case.split.sequence_parallel && whole {
+        shape.m /= case.split.tensor_parallel as f64;
+    }
+    Some(shape)
+}
+
+struct Kernel {
+    forward: Seconds,
+    backward: Seconds,
+    attention_core: bool,
+}
+
+/// Memory-bound kernels of a block, neighbours joined where the stack fuses them.
+fn elementwise_kernels(block: &Block, case: BlockCase) -> Vec<Kernel> {
+    fused_groups(block, case).values().filter_map(|members| elementwise_kernel(block, members, case)).collect()
+}
+
+/// Operators by the kernel that computes them.
+fn fused_groups(block: &Block, case: BlockCase) -> BTreeMap<usize, Vec<NodeIndex>> {
+    let fused = &case.machine.stack.kernels.fused;
+    let mut sets = UnionFind::<usize>::new(block.graph.node_count());
+    for edge in block.graph.edge_references() {
+        let [from, to] = [&block.graph[edge.source()], &block.graph[edge.target()]];
+        let same = from.fusion.is_some() && from.fusion == to.fusion;
+        if same && from.fusion.is_some_and(|fusion| fused.contains(&fusion)) {
+            sets.union(edge.source().index(), edge.target().index());
+        }
+    }
+    let mut groups: BTreeMap<usize, Vec<NodeIndex>> = BTreeMap::new();
+    for node in block.graph.node_indices() {
+        groups.entry(sets.find(node.index())).or_default().push(node);
+    }
+    groups
+}
+
+/// Time of a kernel by the bytes that enter and leave it; backward reads the outputs' gradients and the
+/// kept inputs and writes the inputs' gradients.
+fn elementwise_kernel(block: &Block, members: &[NodeIndex], case: BlockCase) -> Option<Kernel> {
+    let first = &block.graph[members[0]];
+    let matrix = matches!(first.kind, OperatorKind::Contraction { .. } | OperatorKind::GroupedContraction { .. });
+    let source = matches!(first.kind, OperatorKind::Input | OperatorKind::Parameter { .. });
+    let epilogue =
+        first.fusion == Some(Fusion::BiasEpilogue) && case.machine.stack.kernels.fused.contains(&Fusion::BiasEpilogue);
+    if matrix || source || epilogue {
+        return None;
+    }
+    let mut inputs: Vec<NodeIndex> = Vec::new();
+    let mut outputs = 0.0;
+    for &node in members {
+        let outside = |other: &NodeIndex| !members.contains(other);
+        inputs.extend(block.operands(node).into_iter().filter(outside));
+        let mut readers = block.graph.neighbors_directed(node, Direction::Outgoing);
+        if node == block.output || readers.any(|reader| outside(&reader)) {
+            outputs += case.bytes(block, node);
+        }
+    }
+    inputs.sort_unstable();
+    inputs.dedup();
+    let read: f64 = inputs.iter().map(|node| traffic_of_input(block, *node, members, case)).sum();
+    let kept: f64 =
+        members.iter().filter(|node| needs_inputs(&block.graph[**node].kind)).map(|_| read).fold(0.0, f64::max);
+    let bandwidth = case.machine.streaming_bandwidth().0;
+    let time = |bytes: f64| Seconds(bytes / bandwidth).max(case.machine.stack.kernels.launch_floor.value);
+    let attention_core = first.attention_core;
+    Some(Kernel { forward: time(read + outputs), backward: time(outputs + kept + read), attention_core })
+}
+
+/// Bytes that a kernel reads of an operand: of a looked-up table only the rows that are used.
+fn traffic_of_input(block: &Block, input: NodeIndex, members: &[NodeIndex], case: BlockCase) -> f64 {
+    let lookup = members.iter().find(|node| block.graph[**node].kind == OperatorKind::Lookup);
+    match lookup {
+        Some(node) if block.graph[input].is_parameter() => case.bytes(block, *node),
+        _ => case.bytes(block, input),
+    }
+}
+
+/// Whether an operator's backward reads its operands.
+fn needs_inputs(kind: &OperatorKind) -> bool {
+    match kind {
+        OperatorKind::Contraction { .. }
+        | OperatorKind::GroupedContraction { .. }
+        | OperatorKind::Norm(_)
+        | OperatorKind::Gelu
+        | OperatorKind::Silu
+        | OperatorKind::Multiply
+        | OperatorKind::Combine
+        | OperatorKind::Lookup
+        | OperatorKind::Log => true,
+        OperatorKind::Input
+        | OperatorKind::Parameter { .. }
+        | OperatorKind::Add
+        | OperatorKind::Subtract
+        | OperatorKind::ScaleMask { .. }
+        | OperatorKind::Softmax
+        | OperatorKind::Rotary
+        | OperatorKind::Concatenate
+        | OperatorKind::TopK
+        | OperatorKind::Dispatch
+        | OperatorKind::Cast
+        | OperatorKind::ReduceMax(_)
+        | OperatorKind::ReduceSum(_)
+        | OperatorKind::Exp
+        | OperatorKind::Pick
+        | OperatorKind::SumTokens => false,
+    }
+}
+
+/// Whether an operator's backward reads its result.
+fn needs_output(kind: &OperatorKind) -> bool {
+    matches!(kind, OperatorKind::Softmax | OperatorKind::Exp | OperatorKind::TopK)
+}
+
+/// Collectives of the tensor axis, by the typing rules of a contraction and a lookup.
+///
+/// Copies of a token for its chosen experts are reduced after they are combined, which is linear: a
+/// message has no `Choice` dim.
+///
+/// A sum over a split dim, or a lookup in a split table, leaves a partial sum: all_reduce in forward
+/// (Megatron's g). An unsplit input of a product with a split weight has a partial gradient: all_reduce
+/// in backward (Megatron's f), once for all products that read it. With sequence parallelism each
+/// all_reduce is a reduce_scatter there and an all_gather on the other side, and the gathered input is
+/// gathered once more in backward for the weight's gradient (arXiv 2205.05198, section 4.2.2).
+fn add_communication(block: &Block, case: BlockCase, cost: &mut BlockCost) {
+    if case.split.tensor_parallel == 1 {
+        return;
+    }
+    let time = |kind, bytes: f64| collective_time(kind, Bytes(bytes as u64), case.tensor_group, case.machine);
+    let pair = |bytes| time(CollectiveKind::ReduceScatter, bytes) + time(CollectiveKind::AllGather, bytes);
+    let mut split_inputs: Vec<NodeIndex> = Vec::new();
+    for node in block.graph.node_indices() {
+        let operands = block.operands(node);
+        let whole_bytes = message_bytes(block, node, case);
+        if is_partial(block, node, &operands, case) {
+            match case.split.sequence_parallel && block.graph[node].output.extent(DimName::Hidden).is_some() {
+                true => {
+                    cost.forward_communication += time(CollectiveKind::ReduceScatter, whole_bytes);
+                    cost.backward_communication += time(CollectiveKind::AllGather, whole_bytes);
+                }
+                false => cost.forward_communication += time(CollectiveKind::AllReduce, whole_bytes),
+            }
+        } else if splits_its_input(block, node, &operands, case) {
+            split_inputs.push(before_dispatch(block, operands[0]));
+        }
+    }
+    split_inputs.sort_unstable();
+    split_inputs.dedup();
+    for input in split_inputs {
+        let bytes = message_bytes(block, input, case);
+        match case.split.sequence_parallel {
+            true => {
+                cost.forward_communication += time(CollectiveKind::AllGather, bytes);
+                cost.backward_communication += pair(bytes);
+            }
+            false => cost.backward_communication += time(CollectiveKind::AllReduce, bytes),
+        }
+    }
+}
+
+/// Bytes of an activation that is not split along the sequence.
+fn whole_activation(block: &Block, node: NodeIndex, case: BlockCase) -> f64 {
+    let gathered = TensorSplit { sequence_parallel: false, ..case.split };
+    BlockCase { split: gathered, ..case }.bytes(block, node)
+}
+
+/// Bytes of an activation as it is communicated.
+fn message_bytes(block: &Block, node: NodeIndex, case: BlockCase) -> f64 {
+    let choices = block.graph[node].output.extent(DimName::Choice).map_or(1, |extent| extent.value(case.extents));
+    whole_activation(block, node, case) / choices as f64
+}
+
+/// The tensor that a dispatch copies, or the tensor itself.
+fn before_dispatch(block: &Block, node: NodeIndex) -> NodeIndex {
+    match block.graph[node].kind {
+        OperatorKind::Dispatch => block.operands(node)[0],
+        _ => node,
+    }
+}
+
+/// Whether each rank has only a part of the sum that an operator computes.
+fn is_partial(block: &Block, node: NodeIndex, operands: &[NodeIndex], case: BlockCase) -> bool {
+    let split = |name: &DimName| case.split.ways(*name) > 1;
+    match &block.graph[node].kind {
+        OperatorKind::Contraction { over } | OperatorKind::GroupedContraction { over } => over.iter().any(split),
+        OperatorKind::Lookup => case.split.splits(&block.graph[operands[1]].output),
+        OperatorKind::ReduceMax(dim) | OperatorKind::ReduceSum(dim) => split(dim),
+        OperatorKind::Pick => case.split.splits(&block.graph[operands[0]].output),
+        _ => false,
+    }
+}
+
+/// Whether an operator multiplies a replicated activation by a split parameter.
+fn splits_its_input(block: &Block, node: NodeIndex, operands: &[NodeIndex], case: BlockCase) -> bool {
+    let kind = &block.graph[node].kind;
+    let product = matches!(kind, OperatorKind::Contraction { .. } | OperatorKind::GroupedContraction { .. });
+    product
+        && !case.split.splits(&block.graph[operands[0]].output)
+        && case.split.splits(&block.graph[operands[1]].output)
+}
+
+/// Tensors that backward reads: kept from forward unless they are recomputed.
+fn add_kept(block: &Block, case: BlockCase, cost: &mut BlockCost) {
+    let flash = case.machine.stack.kernels.flash_attention;
+    let mut kept: Vec<NodeIndex> = Vec::new();
+    for node in block.graph.node_indices() {
+        let operator = &block.graph[node];
+        if needs_inputs(&operator.kind) {
+            kept.extend(block.operands(node).into_iter().filter(|operand| !block.graph[*operand].is_parameter()));
+        }
+        if needs_output(&operator.kind) {
+            kept.push(node);
+        }
+    }
+    kept.sort_unstable();
+    kept.dedup();
+    for node in kept {
+        let inside_core = block.graph[node].attention_core && block.graph[node].name != "context";
+        if flash && inside_core {
+            continue;
+        }
+        let bytes = Bytes(case.bytes(block, node) as u64);
+        cost.kept += bytes;
+        if inside_core {
+            cost.kept_by_core += bytes;
+        }
+    }
+    cost.workspace = block.graph.node_indices().map(|node| workspace_of(block, node, case)).max().unwrap_or_default();
+}
+
+/// Gradients of an operator's result and operands, alive together in its backward.
+fn workspace_of(block: &Block, node: NodeIndex, case: BlockCase) -> Bytes {
+    let operator = &block.graph[node];
+    let source = matches!(operator.kind, OperatorKind::Input | OperatorKind::Parameter { .. });
+    if source || (operator.attention_core && case.machine.stack.kernels.flash_attention) {
+        return Bytes(0);
+    }
+    let operands = block.operands(node);
+    let activations = operands.iter().filter(|operand| !block.graph[**operand].is_parameter());
+    let bytes: f64 = activations.map(|operand| whole_activation(block, *operand, case)).sum();
+    Bytes((bytes + whole_activation(block, node, case)) as u64)
+}

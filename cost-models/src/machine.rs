@@ -1,0 +1,65 @@
+//! The machine that a prediction is made for: device, cluster and software stack together.
+
+use hardware_profiles::{ClusterProfile, DeviceProfile, StackProfile};
+use ir::model::DType;
+use ir::provenance::Provenance;
+use ir::units::{Bytes, BytesPerSecond, FlopsPerSecond};
+
+/// Device, cluster and stack, with the node size in use.
+#[derive(Clone, Debug)]
+pub struct Machine {
+    /// The accelerator.
+    pub device: DeviceProfile,
+    /// How accelerators are wired.
+    pub cluster: ClusterProfile,
+    /// The training software.
+    pub stack: StackProfile,
+    /// Accelerators of a node, as the user gave them.
+    pub node_gpus: u64,
+}
+
+impl Machine {
+    /// Accelerators that reach one another by the fast links.
+    pub fn fast_domain_gpus(&self) -> u64 {
+        self.cluster.fast_domain_gpus.unwrap_or(self.node_gpus).max(self.node_gpus)
+    }
+
+    /// Dense matrix peak for a number format; zero where the device has none.
+    pub fn peak_rate(&self, dtype: DType) -> FlopsPerSecond {
+        self.device.peak_rate(dtype).map_or(FlopsPerSecond(0.0), |peak| peak.value)
+    }
+
+    /// Bandwidth of streaming kernels.
+    pub fn streaming_bandwidth(&self) -> BytesPerSecond {
+        self.device.memory_bandwidth.value * self.device.memory_efficiency.value
+    }
+
+    /// Memory that a plan may use: the device's, less the stack's margin.
+    pub fn usable_memory(&self) -> Bytes {
+        self.device.memory.value.scale(1.0 - self.stack.memory.safety_margin.value)
+    }
+
+    /// Weakest origin of the numbers behind computation times.
+    pub fn compute_provenance(&self, dtype: DType) -> Provenance {
+        let peak = self.device.peak_rate(dtype).map_or(Provenance::Assumed, |peak| peak.provenance);
+        let matmul = &self.device.matmul;
+        let parts =
+            [matmul.maximum.provenance, matmul.half_depth.provenance, self.stack.kernels.matmul_speed.provenance];
+        parts.into_iter().fold(peak, Provenance::min)
+    }
+
+    /// Weakest origin of the numbers behind collectives inside a fast domain.
+    pub fn intra_provenance(&self) -> Provenance {
+        let links = &self.cluster.intra;
+        let latency = links.base_latency.provenance.min(links.hop_latency.provenance);
+        links.bandwidth_per_gpu_per_direction.provenance.min(links.efficiency.provenance).min(latency)
+    }
+
+    /// Weakest origin of the numbers behind transfers between fast domains.
+    pub fn inter_provenance(&self) -> Provenance {
+        let network = &self.cluster.inter;
+        let bandwidth = network.bandwidth_per_nic_per_direction.provenance.min(network.efficiency.provenance);
+        let group = network.nics_per_group.as_ref().map_or(Provenance::Measured, |count| count.provenance);
+        bandwidth.min(group)
+    }
+}

@@ -1,0 +1,198 @@
+//! Memory of a rank: model state by ZeRO stage, kept activations, workspace, and what software adds.
+
+use std::collections::BTreeMap;
+
+use ir::model::DType;
+use ir::plan::MemoryTerm;
+use ir::strategy::ZeroStage;
+use ir::units::Bytes;
+
+use crate::machine::Machine;
+
+/// Blocks whose gathered parameters are alive at once under ZeRO-3: the one in use and the next.
+const GATHERED_BLOCKS: u64 = 2;
+
+/// Bytes of each parameter's weight, gradient and optimizer state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StateBytes {
+    /// Weight in the model's format.
+    pub weight: u64,
+    /// Gradient in the accumulation format.
+    pub gradient: u64,
+    /// A micro-batch's gradient beside the accumulated one, where kernels do not add to it directly.
+    pub fresh_gradient: u64,
+    /// Master weight and moments.
+    pub optimizer: u64,
+}
+
+/// Model state of one rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ModelState {
+    /// Weights.
+    pub weights: Bytes,
+    /// Gradients.
+    pub gradients: Bytes,
+    /// Optimizer state.
+    pub optimizer: Bytes,
+}
+
+/// What a stage puts on each of its ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StageLoad {
+    /// Parameter elements after the tensor split.
+    pub parameters: u64,
+    /// Parameter elements of the largest block.
+    pub largest_block: u64,
+    /// Tensors kept for backward by one micro-batch.
+    pub kept: Bytes,
+    /// Micro-batches in flight.
+    pub in_flight: u64,
+    /// Largest set of temporary tensors.
+    pub workspace: Bytes,
+}
+
+/// Memory of a rank by term.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StageMemory {
+    /// Weights, gradients, optimizer state.
+    pub state: ModelState,
+    /// Kept tensors of all micro-batches in flight.
+    pub activations: Bytes,
+    /// Temporary tensors.
+    pub workspace: Bytes,
+    /// Parameters gathered for use.
+    pub gathered: Bytes,
+    /// Communicators' buffers.
+    pub buffers: Bytes,
+    /// Held by the allocator above live tensors.
+    pub slack: Bytes,
+    /// The driver's context.
+    pub context: Bytes,
+}
+
+/// Bytes of each parameter's state under a stack.
+pub fn state_bytes(machine: &Machine, dtype: DType) -> StateBytes {
+    let memory = &machine.stack.memory;
+    let gradient = memory.gradient_bytes.of(dtype);
+    let separate = !machine.stack.kernels.fused_gradient_accumulation && gradient > dtype.bytes();
+    StateBytes {
+        weight: dtype.bytes(),
+        gradient,
+        fresh_gradient: if separate { dtype.bytes() } else { 0 },
+        optimizer: memory.optimizer_bytes.of(dtype),
+    }
+}
+
+/// Model state of one of `shard_group` ranks that hold `parameters` elements together.
+///
+/// Stage 1 divides the optimizer state, stage 2 the gradients too, stage 3 the weights too; a part is
+/// rounded up to whole elements. Source: ZeRO, arXiv 1910.02054, figure 1 and table 1.
+pub fn model_state(parameters: u64, bytes: StateBytes, zero_stage: ZeroStage, shard_group: u64) -> ModelState {
+    let held = |from: ZeroStage| match zero_stage >= from {
+        true => parameters.div_ceil(shard_group),
+        false => parameters,
+    };
+    ModelState {
+        weights: Bytes(held(ZeroStage::Parameters) * bytes.weight),
+        gradients: Bytes(held(ZeroStage::Gradients) * (bytes.gradient + bytes.fresh_gradient)),
+        optimizer: Bytes(held(ZeroStage::OptimizerState) * bytes.optimizer),
+    }
+}
+
+/// Memory of each rank of a stage.
+pub fn stage_memory(
+    load: StageLoad,
+    zero_stage: ZeroStage,
+    shard_group: u64,
+    dtype: DType,
+    machine: &Machine,
+) -> StageMemory {
+    let profile = &machine.stack.memory;
+    let state = model_state(load.parameters, state_bytes(machine, dtype), zero_stage, shard_group);
+    let gathered = match zero_stage == ZeroStage::Parameters && shard_group > 1 {
+        true => Bytes(GATHERED_BLOCKS * load.largest_block.min(load.parameters) * dtype.bytes()),
+        false => Bytes(0),
+    };
+    let mut memory = StageMemory {
+        state,
+        activations: load.kept * load.in_flight,
+        workspace: load.workspace,
+        gathered,
+        buffers: profile.communication_buffers.value,
+        slack: Bytes(0),
+        context: machine.device.context_memory.value,
+    };
+    memory.slack = memory.allocator_peak().scale(profile.allocator_slack.value);
+    memory
+}
+
+/// Weights and optimizer state of a whole model: what a full checkpoint holds.
+pub fn checkpoint_bytes(parameters: u64, bytes: StateBytes) -> Bytes {
+    Bytes(parameters) * (bytes.weight + bytes.optimizer)
+}
+
+impl StageMemory {
+    /// As the framework's allocator counts it.
+    pub fn allocator_peak(&self) -> Bytes {
+        let ModelState { weights, gradients, optimizer } = self.state;
+        weights + gradients + optimizer + self.activations + self.workspace + self.gathered + self.buffers
+    }
+
+    /// As the driver counts it.
+    pub fn device_use(&self) -> Bytes {
+        self.allocator_peak() + self.slack + self.context
+    }
+
+    /// By term, for the plan file.
+    pub fn terms(&self) -> BTreeMap<MemoryTerm, Bytes> {
+        BTreeMap::from([
+            (MemoryTerm::Weights, self.state.weights),
+            (MemoryTerm::Gradients, self.state.gradients),
+            (MemoryTerm::OptimizerState, self.state.optimizer),
+            (MemoryTerm::Activations, self.activations),
+            (MemoryTerm::Workspace, self.workspace),
+            (MemoryTerm::GatheredParameters, self.gathered),
+            (MemoryTerm::CommunicationBuffers, self.buffers),
+            (MemoryTerm::AllocatorSlack, self.slack),
+            (MemoryTerm::Context, self.context),
+        ])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIXED: StateBytes = StateBytes { weight: 2, gradient: 2, fresh_gradient: 0, optimizer: 12 };
+
+    fn gigabytes(parameters: u64, stage: ZeroStage, ranks: u64) -> f64 {
+        let state = model_state(parameters, MIXED, stage, ranks);
+        (state.weights + state.gradients + state.optimizer).0 as f64 / 1e9
+    }
+
+    #[test]
+    fn zero_paper_table_is_reproduced() {
+        // arXiv 1910.02054, figure 1: 7.5 B parameters on 64 ranks.
+        let expected = [120.0, 31.4, 16.6, 1.9];
+        for (stage, expected) in ZeroStage::ALL.into_iter().zip(expected) {
+            let found = gigabytes(7_500_000_000, stage, 64);
+            assert!((found - expected).abs() < 0.05, "{stage:?}: {found} GB, the paper says {expected}");
+        }
+    }
+
+    #[test]
+    fn a_billion_parameters_have_twelve_gigabytes_of_adam_state() {
+        let whole = model_state(1_000_000_000, MIXED, ZeroStage::None, 4).optimizer;
+        let shard = model_state(1_000_000_000, MIXED, ZeroStage::OptimizerState, 4).optimizer;
+        assert_eq!((whole, shard), (Bytes(12_000_000_000), Bytes(3_000_000_000)));
+    }
+
+    #[test]
+    fn memory_never_rises_with_the_zero_stage() {
+        for ranks in [1, 2, 7, 64] {
+            for pair in ZeroStage::ALL.windows(2) {
+                assert!(gigabytes(1_000_003, pair[1], ranks) <= gigabytes(1_000_003, pair[0], ranks));
+            }
+        }
+    }
+}

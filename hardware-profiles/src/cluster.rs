@@ -1,0 +1,77 @@
+//! How accelerators are wired: links inside a node or NVLink domain, and network cards between them.
+
+use ir::units::{BytesPerSecond, Seconds};
+use serde::{Deserialize, Serialize};
+
+use crate::sourced::Sourced;
+
+/// A homogeneous cluster.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ClusterProfile {
+    /// Name, as given to `--cluster`.
+    pub name: String,
+    /// What the cluster is and where its shape was read.
+    pub source: String,
+    /// Name of the device profile.
+    pub device: String,
+    /// Accelerators of a node (one operating system).
+    pub node_gpus: u64,
+    /// Accelerators that reach one another by the fast links; `node_gpus` where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fast_domain_gpus: Option<u64>,
+    /// Links inside the fast domain.
+    pub intra: FastLinks,
+    /// Network between fast domains.
+    pub inter: Network,
+}
+
+/// Links inside a node or NVLink domain.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FastLinks {
+    /// Link bandwidth of one accelerator in one direction.
+    pub bandwidth_per_gpu_per_direction: Sourced<BytesPerSecond>,
+    /// Bus bandwidth of large ring collectives over the link bandwidth.
+    pub efficiency: Sourced<f64>,
+    /// Fixed time of a collective: launch and synchronisation.
+    pub base_latency: Sourced<Seconds>,
+    /// Time of a ring step without payload.
+    pub hop_latency: Sourced<Seconds>,
+}
+
+/// Network between nodes or NVLink domains.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Network {
+    /// Network cards and who shares them.
+    pub nics: Nics,
+    /// Bandwidth of one card in one direction.
+    pub bandwidth_per_nic_per_direction: Sourced<BytesPerSecond>,
+    /// Bus bandwidth of large ring collectives over the card bandwidth.
+    pub efficiency: Sourced<f64>,
+    /// Most cards of a node that one group's ring can use at once; all of them where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nics_per_group: Option<Sourced<f64>>,
+    /// Time of a ring step between nodes without payload.
+    pub hop_latency: Sourced<Seconds>,
+}
+
+/// Number of network cards.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Nics {
+    /// Cards for each accelerator: other node sizes keep the ratio.
+    PerGpu(Sourced<f64>),
+    /// Cards of a whole node of the profile's size, shared by its accelerators.
+    PerNode(Sourced<f64>),
+}
+
+impl ClusterProfile {
+    /// Cards for each accelerator.
+    pub fn nics_per_gpu(&self) -> f64 {
+        match &self.inter.nics {
+            Nics::PerGpu(count) => count.value,
+            Nics::PerNode(count) => count.value / self.node_gpus as f64,
+        }
+    }
+}

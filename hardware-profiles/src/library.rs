@@ -1,0 +1,178 @@
+//! The built-in profiles, found by name, and profiles read from a user's file.
+
+use include_dir::{Dir, include_dir};
+use ir::error::Problem;
+use ir::text::read_ron;
+use serde::de::DeserializeOwned;
+use thiserror::Error;
+
+use crate::cluster::{ClusterProfile, Nics};
+use crate::device::DeviceProfile;
+use crate::stack::StackProfile;
+
+static DEVICES: Dir<'_> = include_dir!("$CARGO_MANIFEST_DIR/devices");
+static CLUSTERS: Dir<'_> = include_dir!("$CARGO_MANIFEST_DIR/clusters");
+static STACKS: Dir<'_> = include_dir!("$CARGO_MANIFEST_DIR/stacks");
+
+/// How many near names an error lists.
+const SUGGESTIONS: usize = 3;
+
+/// A profile that cannot be used.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub enum Error {
+    /// The file is not a profile.
+    #[error(transparent)]
+    Text(#[from] ir::error::Error),
+    /// The profile's numbers make no sense.
+    #[error("{0}")]
+    Invalid(Problem),
+    /// No built-in profile has this name.
+    #[error("{0}")]
+    Unknown(Problem),
+}
+
+impl Error {
+    /// All problems, at least one.
+    pub fn problems(&self) -> &[Problem] {
+        match self {
+            Error::Text(error) => error.problems(),
+            Error::Invalid(problem) | Error::Unknown(problem) => std::slice::from_ref(problem),
+        }
+    }
+}
+
+/// All built-in devices, by name.
+///
+/// # Errors
+/// Never for the files of this repository; a test reads them all.
+pub fn builtin_devices() -> Result<Vec<DeviceProfile>, Error> {
+    read_all(&DEVICES)
+}
+
+/// All built-in clusters, by name.
+///
+/// # Errors
+/// Never for the files of this repository; a test reads them all.
+pub fn builtin_clusters() -> Result<Vec<ClusterProfile>, Error> {
+    read_all(&CLUSTERS)
+}
+
+/// All built-in stacks, by name.
+///
+/// # Errors
+/// Never for the files of this repository; a test reads them all.
+pub fn builtin_stacks() -> Result<Vec<StackProfile>, Error> {
+    read_all(&STACKS)
+}
+
+/// A built-in device.
+///
+/// # Errors
+/// `Error::Unknown` with the nearest names.
+pub fn find_device(name: &str, location: &str) -> Result<DeviceProfile, Error> {
+    read_ron_file(&DEVICES, "device", name, location)
+}
+
+/// A built-in cluster.
+///
+/// # Errors
+/// `Error::Unknown` with the nearest names.
+pub fn find_cluster(name: &str, location: &str) -> Result<ClusterProfile, Error> {
+    read_ron_file(&CLUSTERS, "cluster", name, location)
+}
+
+/// A built-in stack.
+///
+/// # Errors
+/// `Error::Unknown` with the nearest names.
+pub fn find_stack(name: &str, location: &str) -> Result<StackProfile, Error> {
+    read_ron_file(&STACKS, "stack", name, location)
+}
+
+/// A cluster profile from the text of a user's file.
+///
+/// # Errors
+/// `Error::Text` where it is malformed, `Error::Invalid` where its numbers make no sense.
+pub fn read_cluster(text: &str, origin: &str) -> Result<ClusterProfile, Error> {
+    let cluster: ClusterProfile = read_ron(text, origin)?;
+    let nics = match &cluster.inter.nics {
+        Nics::PerGpu(count) | Nics::PerNode(count) => count.value,
+    };
+    let positive = [
+        ("node_gpus", cluster.node_gpus as f64),
+        ("fast_domain_gpus", cluster.fast_domain_gpus.unwrap_or(1) as f64),
+        ("intra.bandwidth_per_gpu_per_direction", cluster.intra.bandwidth_per_gpu_per_direction.value.0),
+        ("intra.efficiency", cluster.intra.efficiency.value),
+        ("inter.nics", nics),
+        ("inter.bandwidth_per_nic_per_direction", cluster.inter.bandwidth_per_nic_per_direction.value.0),
+        ("inter.efficiency", cluster.inter.efficiency.value),
+        ("inter.nics_per_group", cluster.inter.nics_per_group.as_ref().map_or(1.0, |count| count.value)),
+    ];
+    check_positive(origin, &positive)?;
+    Ok(cluster)
+}
+
+/// A stack profile from the text of a user's file.
+///
+/// # Errors
+/// `Error::Text` where it is malformed, `Error::Invalid` where its numbers make no sense.
+pub fn read_stack(text: &str, origin: &str) -> Result<StackProfile, Error> {
+    let stack: StackProfile = read_ron(text, origin)?;
+    let positive = [
+        ("kernels.matmul_speed", stack.kernels.matmul_speed.value),
+        ("overlap.gradient_reduction", 1.0 + stack.overlap.gradient_reduction.value),
+        ("overlap.parameter_gather", 1.0 + stack.overlap.parameter_gather.value),
+        ("memory.allocator_slack", 1.0 + stack.memory.allocator_slack.value),
+        ("memory.safety_margin", 1.0 - stack.memory.safety_margin.value),
+        ("offers.zero_stages", stack.offers.zero_stages.len() as f64),
+        ("offers.recompute", stack.offers.recompute.len() as f64),
+        ("offers.schedules", stack.offers.schedules.len() as f64),
+    ];
+    check_positive(origin, &positive)?;
+    Ok(stack)
+}
+
+fn check_positive(origin: &str, fields: &[(&str, f64)]) -> Result<(), Error> {
+    match fields.iter().find(|(_, value)| !(value.is_finite() && *value > 0.0)) {
+        None => Ok(()),
+        Some((field, _)) => Err(Error::Invalid(Problem::new(
+            format!("{field} must be positive and finite"),
+            format!("{origin}, field {field}"),
+            "copy a profile from hardware-profiles/ and change one number at a time",
+        ))),
+    }
+}
+
+fn read_all<T: DeserializeOwned>(folder: &Dir<'_>) -> Result<Vec<T>, Error> {
+    names(folder).iter().map(|name| Ok(read_ron(text_of(folder, name).unwrap_or_default(), name)?)).collect()
+}
+
+fn read_ron_file<T: DeserializeOwned>(folder: &Dir<'_>, kind: &str, name: &str, location: &str) -> Result<T, Error> {
+    match text_of(folder, name) {
+        Some(text) => Ok(read_ron(text, name)?),
+        None => Err(Error::Unknown(Problem::new(
+            format!("there is no {kind} `{name}`"),
+            location,
+            format!("nearest names: {}", nearest(folder, name).join(", ")),
+        ))),
+    }
+}
+
+fn text_of<'a>(folder: &'a Dir<'_>, name: &str) -> Option<&'a str> {
+    folder.get_file(format!("{name}.ron")).and_then(|file| file.contents_utf8())
+}
+
+/// Names of a folder's profiles, sorted.
+fn names(folder: &Dir<'_>) -> Vec<String> {
+    let mut names: Vec<String> =
+        folder.files().filter_map(|file| Some(file.path().file_stem()?.to_str()?.to_owned())).collect();
+    names.sort();
+    names
+}
+
+fn nearest(folder: &Dir<'_>, name: &str) -> Vec<String> {
+    let mut names = names(folder);
+    names.sort_by_key(|known| strsim::damerau_levenshtein(known, name));
+    names.truncate(SUGGESTIONS);
+    names
+}

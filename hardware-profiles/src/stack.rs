@@ -1,0 +1,136 @@
+//! What depends on software rather than hardware: fused kernels, overlap, number formats, choices offered.
+
+use ir::graph::Fusion;
+use ir::model::DType;
+use ir::strategy::{Recompute, ScheduleKind, ZeroStage};
+use ir::units::{Bytes, Seconds};
+use serde::{Deserialize, Serialize};
+
+use crate::sourced::Sourced;
+
+/// A training framework of a certain time.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StackProfile {
+    /// Name, as given to `--stack`.
+    pub name: String,
+    /// What the software is and where its behaviour was read.
+    pub source: String,
+    /// Choices that the software offers; the search proposes no others.
+    pub offers: Offers,
+    /// Kernels.
+    pub kernels: Kernels,
+    /// Which communication hides behind computation.
+    pub overlap: Overlap,
+    /// Times that no formula of shapes gives.
+    pub overhead: Overhead,
+    /// Bytes that no formula of shapes gives.
+    pub memory: MemoryBehaviour,
+    /// Half width of the 90 % interval of a predicted step, relative to the prediction.
+    pub relative_error_90: Sourced<f64>,
+}
+
+/// Choices that the software offers.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Offers {
+    /// Tensor parallelism.
+    pub tensor_parallel: bool,
+    /// Pipeline parallelism.
+    pub pipeline_parallel: bool,
+    /// Sequence parallelism beside tensor parallelism.
+    pub sequence_parallel: bool,
+    /// Stages with unequal numbers of layers.
+    pub uneven_stages: bool,
+    /// ZeRO stages.
+    pub zero_stages: Vec<ZeroStage>,
+    /// ZeRO stages that work together with pipeline stages.
+    pub pipeline_zero_stages: Vec<ZeroStage>,
+    /// Recomputation.
+    pub recompute: Vec<Recompute>,
+    /// Pipeline schedules.
+    pub schedules: Vec<ScheduleKind>,
+}
+
+/// Kernels of the software.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Kernels {
+    /// Attention core in one kernel that stores no scores.
+    pub flash_attention: bool,
+    /// Elementwise neighbours computed by one kernel.
+    pub fused: Vec<Fusion>,
+    /// Projections of one input (query, key, value; gate, up) computed as one product.
+    pub joint_projections: bool,
+    /// Whether a weight's gradient is added to the accumulator by the matrix kernel itself.
+    pub fused_gradient_accumulation: bool,
+    /// In-situ speed of matrix kernels relative to the same kernels alone.
+    pub matmul_speed: Sourced<f64>,
+    /// Least time between the starts of two kernels.
+    pub launch_floor: Sourced<Seconds>,
+}
+
+/// Which communication hides behind computation, as a share of the computation that can cover it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Overlap {
+    /// Share of the last backward pass that can cover gradient reduction.
+    pub gradient_reduction: Sourced<f64>,
+    /// Share of a layer's computation that can cover ZeRO-3 gathers and scatters.
+    pub parameter_gather: Sourced<f64>,
+    /// Whether ZeRO-1 all_reduces gradients and then uses its part, instead of reduce_scatter.
+    pub zero_one_all_reduces: bool,
+    /// Whether sends between stages run beside computation.
+    pub pipeline_sends: bool,
+    /// Whether each tensor rank sends its slice of a replicated activation, which is then gathered.
+    pub sliced_sends: bool,
+}
+
+/// Times that no formula of shapes gives.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Overhead {
+    /// Each micro-batch on each stage: schedule, loss scale, host work.
+    pub micro_batch: Sourced<Seconds>,
+    /// Each step: data, logging, optimizer launch.
+    pub step: Sourced<Seconds>,
+}
+
+/// Bytes that no formula of shapes gives.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MemoryBehaviour {
+    /// Bytes of a parameter's gradient, by the model's number format.
+    pub gradient_bytes: ByFormat,
+    /// Bytes of a parameter's optimizer state with its master copy, by the model's number format.
+    pub optimizer_bytes: ByFormat,
+    /// Share that the allocator holds above the live tensors.
+    pub allocator_slack: Sourced<f64>,
+    /// Buffers of communicators and fused reductions.
+    pub communication_buffers: Sourced<Bytes>,
+    /// Share of the device's memory that a plan leaves free.
+    pub safety_margin: Sourced<f64>,
+}
+
+/// A number of bytes for each number format.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ByFormat {
+    /// bf16 models.
+    pub bf16: Sourced<u64>,
+    /// fp16 models.
+    pub fp16: Sourced<u64>,
+    /// fp32 models.
+    pub fp32: Sourced<u64>,
+}
+
+impl ByFormat {
+    /// The entry of a number format.
+    pub fn of(&self, dtype: DType) -> u64 {
+        match dtype {
+            DType::BF16 => self.bf16.value,
+            DType::FP16 => self.fp16.value,
+            DType::FP32 => self.fp32.value,
+        }
+    }
+}

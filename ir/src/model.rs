@@ -1,0 +1,547 @@
+//! The description of a transformer: what a model file holds, checked.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Problem};
+use crate::text::read_ron;
+use crate::units::{BatchSize, SequenceLength};
+
+/// Longest sequence assumed for a model file that names only a maximum.
+const DEFAULT_SEQUENCE_LIMIT: u64 = 8192;
+/// Tokens in a global batch where neither the model file nor the command line names a batch.
+const DEFAULT_BATCH_TOKENS: u64 = 4 << 20;
+/// Largest accepted number of layers and of experts; above it a file is taken to be wrong.
+const COUNT_LIMIT: u64 = 1 << 16;
+/// Largest accepted width, vocabulary, sequence length and batch; keeps every product within 2^63.
+const SIZE_LIMIT: u64 = 1 << 28;
+
+/// A transformer, as its model file describes it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ModelSpec {
+    /// Short name; the default plan file is called after it.
+    pub name: String,
+    /// Where the shape was read.
+    pub source: String,
+    /// Number of transformer layers, embedding and head apart.
+    pub num_layers: u64,
+    /// Width of the residual stream.
+    pub hidden_size: u64,
+    /// Attention of every layer.
+    pub attention: Attention,
+    /// Feed-forward part of every layer.
+    pub feed_forward: FeedForward,
+    /// Normalisation before attention and feed-forward, and after the last layer.
+    pub norm: NormKind,
+    /// Which linear operators carry a bias.
+    pub bias: Bias,
+    /// How positions enter.
+    pub position: Position,
+    /// Token embedding.
+    pub vocabulary: Vocabulary,
+    /// A norm directly after the token embedding (BLOOM).
+    #[serde(default)]
+    pub embedding_norm: bool,
+    /// The head uses the token embedding's weights.
+    pub tied_embedding: bool,
+    /// Longest sequence that the model is built for.
+    pub max_sequence_length: SequenceLength,
+    /// Sequence length in training; `min(max_sequence_length, 8192)` where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sequence_length: Option<SequenceLength>,
+    /// Global batch in training; 4 Mi tokens where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub global_batch: Option<BatchSize>,
+    /// Number format of weights and activations.
+    pub dtype: DType,
+    /// Parameter count that the source publishes, exactly; checked when the file is read.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub published_parameters: Option<u64>,
+}
+
+/// Attention of a layer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub enum Attention {
+    /// Multi-head attention; grouped-query where there are fewer key-value heads.
+    MultiHead {
+        /// Query heads.
+        num_attention_heads: u64,
+        /// Key and value heads; as many as query heads where absent.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        num_key_value_heads: Option<u64>,
+        /// Width of a head; `hidden_size / num_attention_heads` where absent.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        head_dim: Option<u64>,
+    },
+    /// Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+    MultiLatent {
+        /// Heads of query, key and value alike.
+        num_attention_heads: u64,
+        /// Width of the compressed query.
+        query_rank: u64,
+        /// Width of the compressed key and value.
+        key_value_rank: u64,
+        /// Width of a head's part without position.
+        nope_head_dim: u64,
+        /// Width of a head's rotary part; the key's is shared by all heads.
+        rope_head_dim: u64,
+        /// Width of a value head.
+        value_head_dim: u64,
+    },
+}
+
+/// Feed-forward part of a layer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub enum FeedForward {
+    /// Two matrices with GeLU between them.
+    Gelu {
+        /// Width between the matrices.
+        intermediate_size: u64,
+    },
+    /// Gate and up matrices, SiLU(gate) · up, and a down matrix.
+    SwiGlu {
+        /// Width between the matrices.
+        intermediate_size: u64,
+    },
+    /// Routed SwiGLU experts, in all layers but the first `first_dense_layers`.
+    MixtureOfExperts {
+        /// Routed experts.
+        num_experts: u64,
+        /// Routed experts that see a token.
+        experts_per_token: u64,
+        /// Width of one expert.
+        intermediate_size: u64,
+        /// Experts that see every token.
+        #[serde(default)]
+        num_shared_experts: u64,
+        /// Layers at the start that have one dense SwiGLU instead.
+        #[serde(default)]
+        first_dense_layers: u64,
+        /// Width of the dense layers' SwiGLU; needed if there are such layers.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        dense_intermediate_size: Option<u64>,
+    },
+}
+
+/// Kind of normalisation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum NormKind {
+    /// Mean and variance, with weight and bias.
+    LayerNorm,
+    /// Root mean square, with weight.
+    RmsNorm,
+}
+
+/// Which linear operators carry a bias.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Bias {
+    /// None.
+    None,
+    /// Only query, key and value (Qwen2).
+    QueryKeyValue,
+    /// All.
+    All,
+}
+
+/// How positions enter the model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Position {
+    /// A learned vector for each position, added to the token embedding.
+    Learned,
+    /// Rotary embedding of query and key (RoPE).
+    Rotary,
+    /// A linear bias on attention scores (ALiBi).
+    Alibi,
+}
+
+/// Rows of the token embedding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Vocabulary {
+    /// Tokens of the tokenizer.
+    pub size: u64,
+    /// Rows of the embedding, where the model fixes them; at least `size`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub padded: Option<u64>,
+}
+
+/// Number format of weights and activations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum DType {
+    /// bfloat16, with an fp32 master copy in the optimizer.
+    BF16,
+    /// IEEE half, with an fp32 master copy in the optimizer and loss scaling.
+    FP16,
+    /// IEEE single throughout.
+    FP32,
+}
+
+/// What one training step processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Workload {
+    /// Tokens of a sequence.
+    pub sequence_length: u64,
+    /// Sequences of a step over all ranks.
+    pub global_batch: u64,
+}
+
+/// A run of identical layers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayerRun {
+    /// Feed-forward of each of them.
+    pub feed_forward: LayerFeedForward,
+    /// How many layers.
+    pub count: u64,
+}
+
+/// Most runs of identical layers that a model can have: leading dense layers, then experts.
+pub const MAX_LAYER_RUNS: usize = 2;
+
+/// Feed-forward of one layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LayerFeedForward {
+    /// Two matrices and GeLU.
+    Gelu {
+        /// Width between the matrices.
+        intermediate_size: u64,
+    },
+    /// Gate, up and down matrices.
+    SwiGlu {
+        /// Width between the matrices.
+        intermediate_size: u64,
+    },
+    /// Routed and shared SwiGLU experts.
+    Experts {
+        /// Routed experts.
+        num_experts: u64,
+        /// Routed experts that see a token.
+        experts_per_token: u64,
+        /// Width of one expert.
+        intermediate_size: u64,
+        /// Experts that see every token.
+        num_shared_experts: u64,
+    },
+}
+
+impl DType {
+    /// Size of one number.
+    pub fn bytes(self) -> u64 {
+        match self {
+            DType::BF16 | DType::FP16 => 2,
+            DType::FP32 => 4,
+        }
+    }
+}
+
+impl Vocabulary {
+    /// Rows of the embedding before rows are added for tensor parallelism.
+    pub fn rows(&self) -> u64 {
+        self.padded.unwrap_or(self.size)
+    }
+}
+
+impl Attention {
+    /// Query heads.
+    pub fn num_attention_heads(&self) -> u64 {
+        match *self {
+            Attention::MultiHead { num_attention_heads, .. } | Attention::MultiLatent { num_attention_heads, .. } => {
+                num_attention_heads
+            }
+        }
+    }
+
+    /// Key and value heads.
+    pub fn num_key_value_heads(&self) -> u64 {
+        match *self {
+            Attention::MultiHead { num_attention_heads, num_key_value_heads, .. } => {
+                num_key_value_heads.unwrap_or(num_attention_heads)
+            }
+            Attention::MultiLatent { num_attention_heads, .. } => num_attention_heads,
+        }
+    }
+}
+
+/// Reads and checks a model file; `origin` names the file in errors.
+///
+/// # Errors
+/// `Error::Syntax` at the first malformed place, `Error::Invalid` with every contradictory field.
+pub fn read_model(text: &str, origin: &str) -> Result<ModelSpec, Error> {
+    let model: ModelSpec = read_ron(text, origin)?;
+    check_model(&model, origin)?;
+    Ok(model)
+}
+
+/// Checks a model's fields against one another.
+///
+/// # Errors
+/// `Error::Invalid` with every problem found.
+pub fn check_model(model: &ModelSpec, origin: &str) -> Result<(), Error> {
+    let mut problems = Problems { origin, list: Vec::new() };
+    check_sizes(model, &mut problems);
+    if problems.list.is_empty() {
+        check_relations(model, &mut problems);
+    }
+    if problems.list.is_empty() {
+        check_published_count(model, &mut problems);
+    }
+    if problems.list.is_empty() { Ok(()) } else { Err(Error::Invalid(problems.list)) }
+}
+
+/// Runs of identical layers, first to last.
+pub fn layer_runs(model: &ModelSpec) -> Vec<LayerRun> {
+    let run = |feed_forward, count| LayerRun { feed_forward, count };
+    match model.feed_forward {
+        FeedForward::Gelu { intermediate_size } => {
+            vec![run(LayerFeedForward::Gelu { intermediate_size }, model.num_layers)]
+        }
+        FeedForward::SwiGlu { intermediate_size } => {
+            vec![run(LayerFeedForward::SwiGlu { intermediate_size }, model.num_layers)]
+        }
+        FeedForward::MixtureOfExperts {
+            num_experts,
+            experts_per_token,
+            intermediate_size,
+            num_shared_experts,
+            first_dense_layers,
+            dense_intermediate_size,
+        } => {
+            let dense = LayerFeedForward::SwiGlu { intermediate_size: dense_intermediate_size.unwrap_or(0) };
+            let experts =
+                LayerFeedForward::Experts { num_experts, experts_per_token, intermediate_size, num_shared_experts };
+            [run(dense, first_dense_layers), run(experts, model.num_layers - first_dense_layers)]
+                .into_iter()
+                .filter(|run| run.count > 0)
+                .collect()
+        }
+    }
+}
+
+/// Sequence length and global batch of a step: the flags where given, else the model file, else the
+/// documented defaults (`min(maximum, 8192)` tokens; 4 Mi tokens a batch).
+///
+/// # Errors
+/// `Error::Invalid` if a length exceeds the model's maximum or a batch in tokens is not whole sequences.
+pub fn workload(
+    model: &ModelSpec,
+    origin: &str,
+    sequence_length: Option<u64>,
+    global_batch: Option<u64>,
+) -> Result<Workload, Error> {
+    let maximum = model.max_sequence_length.tokens();
+    let tokens = sequence_length
+        .or(model.sequence_length.map(SequenceLength::tokens))
+        .unwrap_or(maximum.min(DEFAULT_SEQUENCE_LIMIT));
+    let mut problems = Problems { origin, list: Vec::new() };
+    if tokens == 0 || tokens > SIZE_LIMIT {
+        problems.add(format!("sequence length {tokens} is out of range"), "sequence_length", "give 1 or more tokens");
+    }
+    if model.position == Position::Learned && tokens > maximum {
+        problems.add(
+            format!("sequence length {tokens} exceeds the {maximum} learned positions"),
+            "max_sequence_length",
+            format!("train with at most {maximum} tokens, or raise max_sequence_length"),
+        );
+    }
+    if !problems.list.is_empty() {
+        return Err(Error::Invalid(problems.list));
+    }
+    let batch = match (global_batch, model.global_batch) {
+        (Some(sequences), _) | (None, Some(BatchSize::Sequences(sequences))) => sequences,
+        (None, Some(BatchSize::Tokens(batch_tokens))) if batch_tokens.is_multiple_of(tokens) => batch_tokens / tokens,
+        (None, Some(BatchSize::Tokens(batch_tokens))) => {
+            problems.add(
+                format!("a global batch of {batch_tokens} tokens is not whole sequences of {tokens}"),
+                "global_batch",
+                format!("use a multiple of {tokens} tokens, or Sequences(n)"),
+            );
+            return Err(Error::Invalid(problems.list));
+        }
+        (None, None) => (DEFAULT_BATCH_TOKENS / tokens).max(1),
+    };
+    if batch == 0 || batch > SIZE_LIMIT {
+        problems.add(format!("global batch {batch} is out of range"), "global_batch", "give 1 or more sequences");
+        return Err(Error::Invalid(problems.list));
+    }
+    Ok(Workload { sequence_length: tokens, global_batch: batch })
+}
+
+struct Problems<'a> {
+    origin: &'a str,
+    list: Vec<Problem>,
+}
+
+impl Problems<'_> {
+    fn add(&mut self, what: impl Into<String>, field: &str, help: impl Into<String>) {
+        self.list.push(Problem::new(what, format!("{}, field {field}", self.origin), help));
+    }
+
+    fn check_range(&mut self, value: u64, limit: u64, field: &str) {
+        if value == 0 || value > limit {
+            self.add(format!("{field} is {value}"), field, format!("give a number from 1 to {limit}"));
+        }
+    }
+}
+
+fn check_sizes(model: &ModelSpec, problems: &mut Problems) {
+    if model.name.is_empty() || !model.name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c)) {
+        problems.add(
+            format!("the name `{}` cannot be part of a file name", model.name),
+            "name",
+            "use letters, digits, '-', '_' and '.' only",
+        );
+    }
+    problems.check_range(model.num_layers, COUNT_LIMIT, "num_layers");
+    problems.check_range(model.hidden_size, SIZE_LIMIT, "hidden_size");
+    problems.check_range(model.vocabulary.size, SIZE_LIMIT, "vocabulary.size");
+    problems.check_range(model.vocabulary.rows(), SIZE_LIMIT, "vocabulary.padded");
+    problems.check_range(model.max_sequence_length.tokens(), SIZE_LIMIT, "max_sequence_length");
+    if let Some(length) = model.sequence_length {
+        problems.check_range(length.tokens(), SIZE_LIMIT, "sequence_length");
+    }
+    match model.global_batch {
+        Some(BatchSize::Sequences(sequences)) => problems.check_range(sequences, SIZE_LIMIT, "global_batch"),
+        Some(BatchSize::Tokens(tokens)) => problems.check_range(tokens, 1 << 40, "global_batch"),
+        None => {}
+    }
+    check_attention_sizes(&model.attention, problems);
+    check_feed_forward_sizes(&model.feed_forward, problems);
+}
+
+fn check_attention_sizes(attention: &Attention, problems: &mut Problems) {
+    problems.check_range(attention.num_attention_heads(), SIZE_LIMIT, "num_attention_heads");
+    match *attention {
+        Attention::MultiHead { num_key_value_heads, head_dim, .. } => {
+            if let Some(heads) = num_key_value_heads {
+                problems.check_range(heads, SIZE_LIMIT, "num_key_value_heads");
+            }
+            if let Some(width) = head_dim {
+                problems.check_range(width, SIZE_LIMIT, "head_dim");
+            }
+        }
+        Attention::MultiLatent { query_rank, key_value_rank, nope_head_dim, rope_head_dim, value_head_dim, .. } => {
+            problems.check_range(query_rank, SIZE_LIMIT, "query_rank");
+            problems.check_range(key_value_rank, SIZE_LIMIT, "key_value_rank");
+            problems.check_range(nope_head_dim, SIZE_LIMIT, "nope_head_dim");
+            problems.check_range(rope_head_dim, SIZE_LIMIT, "rope_head_dim");
+            problems.check_range(value_head_dim, SIZE_LIMIT, "value_head_dim");
+        }
+    }
+}
+
+fn check_feed_forward_sizes(feed_forward: &FeedForward, problems: &mut Problems) {
+    match *feed_forward {
+        FeedForward::Gelu { intermediate_size } | FeedForward::SwiGlu { intermediate_size } => {
+            problems.check_range(intermediate_size, SIZE_LIMIT, "intermediate_size");
+        }
+        FeedForward::MixtureOfExperts {
+            num_experts,
+            experts_per_token,
+            intermediate_size,
+            num_shared_experts,
+            dense_intermediate_size,
+            ..
+        } => {
+            problems.check_range(num_experts, COUNT_LIMIT, "num_experts");
+            problems.check_range(experts_per_token, COUNT_LIMIT, "experts_per_token");
+            problems.check_range(intermediate_size, SIZE_LIMIT, "intermediate_size");
+            if num_shared_experts > 0 {
+                problems.check_range(num_shared_experts, COUNT_LIMIT, "num_shared_experts");
+            }
+            if let Some(width) = dense_intermediate_size {
+                problems.check_range(width, SIZE_LIMIT, "dense_intermediate_size");
+            }
+        }
+    }
+}
+
+fn check_relations(model: &ModelSpec, problems: &mut Problems) {
+    if let Attention::MultiHead { num_attention_heads, head_dim, .. } = model.attention {
+        if head_dim.is_none() && !model.hidden_size.is_multiple_of(num_attention_heads) {
+            problems.add(
+                format!("num_attention_heads {num_attention_heads} does not divide hidden_size {}", model.hidden_size),
+                "num_attention_heads",
+                "give head_dim, or a number of heads that divides hidden_size",
+            );
+        }
+        let key_value_heads = model.attention.num_key_value_heads();
+        if !num_attention_heads.is_multiple_of(key_value_heads) {
+            problems.add(
+                format!(
+                    "num_key_value_heads {key_value_heads} does not divide num_attention_heads {num_attention_heads}"
+                ),
+                "num_key_value_heads",
+                "each key-value head serves the same number of query heads",
+            );
+        }
+    }
+    if model.vocabulary.rows() < model.vocabulary.size {
+        problems.add(
+            format!("{} padded rows for {} tokens", model.vocabulary.rows(), model.vocabulary.size),
+            "vocabulary.padded",
+            "give at least as many rows as tokens, or leave the field out",
+        );
+    }
+    check_experts(model, problems);
+    if let Some(length) = model.sequence_length
+        && length > model.max_sequence_length
+    {
+        problems.add(
+            format!(
+                "sequence_length {} exceeds max_sequence_length {}",
+                length.tokens(),
+                model.max_sequence_length.tokens()
+            ),
+            "sequence_length",
+            "shorten the one or raise the other",
+        );
+    }
+}
+
+fn check_experts(model: &ModelSpec, problems: &mut Problems) {
+    let FeedForward::MixtureOfExperts {
+        num_experts,
+        experts_per_token,
+        first_dense_layers,
+        dense_intermediate_size,
+        ..
+    } = model.feed_forward
+    else {
+        return;
+    };
+    if experts_per_token > num_experts {
+        problems.add(
+            format!("experts_per_token {experts_per_token} exceeds num_experts {num_experts}"),
+            "experts_per_token",
+            "a token can be sent to each expert once",
+        );
+    }
+    if first_dense_layers > model.num_layers {
+        problems.add(
+            format!("first_dense_layers {first_dense_layers} exceeds num_layers {}", model.num_layers),
+            "first_dense_layers",
+            "lower it to at most num_layers",
+        );
+    }
+    if first_dense_layers > 0 && dense_intermediate_size.is_none() {
+        problems.add(
+            format!("the width of {first_dense_layers} dense layers is missing"),
+            "dense_intermediate_size",
+            "add it beside first_dense_layers",
+        );
+    }
+}
+
+fn check_published_count(model: &ModelSpec, problems: &mut Problems) {
+    let Some(published) = model.published_parameters else { return };
+    let counted = crate::graph::count_parameters(model);
+    if counted != published {
+        problems.add(
+            format!("the file describes {counted} parameters but says {published}"),
+            "published_parameters",
+            "mend the shape, or leave the field out",
+        );
+    }
+}

@@ -1,0 +1,313 @@
+//! The plan file: what was chosen, who does what, what it should cost, and how the choice was made.
+//!
+//! Plain data, self-contained: nothing outside the file is needed to understand or check it. It holds
+//! no time, path, host or search duration, so that equal inputs give equal bytes.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::Error;
+use crate::mesh::{GroupFamily, Mesh, StageId};
+use crate::model::{ModelSpec, Workload};
+use crate::provenance::Provenance;
+use crate::sharding::ParameterShard;
+use crate::strategy::Strategy;
+use crate::text::{read_ron, write_ron};
+use crate::units::{Bytes, Flops, Seconds};
+
+/// Version of the plan format that this crate reads and writes.
+pub const FORMAT_VERSION: u32 = 1;
+
+/// Depth of brackets that are written one field a line.
+const WRITTEN_DEPTH: usize = 3;
+
+/// A plan.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Plan {
+    /// Version of the format.
+    pub format_version: u32,
+    /// Version of the program that wrote the plan.
+    pub planwright_version: String,
+    /// Where the numbers come from.
+    pub inputs: Inputs,
+    /// The model, whole.
+    pub model: ModelSpec,
+    /// Parameters of the model, each logical one once.
+    pub parameters: u64,
+    /// Parameters added so that the tensor axis divides the vocabulary.
+    pub added_parameters: u64,
+    /// What a step processes.
+    pub workload: Workload,
+    /// The choices.
+    pub strategy: Strategy,
+    /// Whether the plan holds programs that can be run.
+    pub executable: Executable,
+    /// Ranks and axes.
+    pub mesh: Mesh,
+    /// Communication groups along each axis of more than one rank.
+    pub groups: Vec<GroupFamily>,
+    /// Parameters of each block as a rank holds them, blocks once.
+    pub parameter_shards: Vec<BlockShards>,
+    /// Stages, first to last.
+    pub stages: Vec<Stage>,
+    /// What a step should cost.
+    pub estimate: Estimate,
+    /// How the choice was made.
+    pub search: SearchReport,
+}
+
+/// Names and hashes of what the plan was made from.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Inputs {
+    /// Hash of the model.
+    pub model_hash: String,
+    /// Name of the cluster profile.
+    pub cluster: String,
+    /// Hash of the cluster profile.
+    pub cluster_hash: String,
+    /// Name of the device profile.
+    pub device: String,
+    /// Hash of the device profile.
+    pub device_hash: String,
+    /// Name of the stack profile.
+    pub stack: String,
+    /// Hash of the stack profile.
+    pub stack_hash: String,
+    /// Ranks of a node.
+    pub node_gpus: u64,
+    /// Ranks that reach one another by the fast links.
+    pub fast_domain_gpus: u64,
+    /// Memory of a device that a plan may use.
+    pub usable_memory: Bytes,
+}
+
+/// Whether a plan can be run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Executable {
+    /// The plan holds a verified program for each stage.
+    Yes,
+    /// It does not, for this reason.
+    No(String),
+}
+
+/// Parameters of one block.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BlockShards {
+    /// Name of the block: `embedding`, `layers 0`, …, `head`.
+    pub block: String,
+    /// Layers that have these parameters; 1 for embedding and head.
+    pub count: u64,
+    /// Parameters.
+    pub parameters: Vec<ParameterShard>,
+}
+
+/// One pipeline stage.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Stage {
+    /// Number.
+    pub stage: StageId,
+    /// First rank of the stage and one past the last.
+    pub ranks: (u64, u64),
+    /// Whether the stage holds the embedding.
+    pub embedding: bool,
+    /// First layer and one past the last, counted over the whole model.
+    pub layers: (u64, u64),
+    /// Whether the stage holds the final norm, the head and the loss.
+    pub head: bool,
+    /// Parameter elements that a rank of the stage holds for computation.
+    pub parameters_per_rank: u64,
+    /// Micro-batches whose activations are alive at once.
+    pub in_flight: u64,
+    /// Time of a micro-batch's forward pass.
+    pub forward: Seconds,
+    /// Time of a micro-batch's backward pass with recomputation.
+    pub backward: Seconds,
+    /// Memory of a rank by term; sums to the device use.
+    pub memory: BTreeMap<MemoryTerm, Bytes>,
+}
+
+/// Uses of a device's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum MemoryTerm {
+    /// Parameters in the model's format.
+    Weights,
+    /// Gradients in the accumulation format.
+    Gradients,
+    /// Master weights and moments.
+    OptimizerState,
+    /// Tensors kept for backward, all micro-batches in flight.
+    Activations,
+    /// Largest set of temporary tensors of one layer's forward or backward.
+    Workspace,
+    /// Parameters gathered for use (ZeRO-3).
+    GatheredParameters,
+    /// Buffers of communicators.
+    CommunicationBuffers,
+    /// What the allocator holds above live tensors.
+    AllocatorSlack,
+    /// The driver's context.
+    Context,
+}
+
+/// Parts of a step's time, along the slowest stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum TimeTerm {
+    /// Forward and backward computation.
+    Compute,
+    /// Forward computation repeated in backward.
+    Recomputation,
+    /// Collectives of the tensor axis.
+    TensorCommunication,
+    /// Sends between stages that nothing hides.
+    PipelineCommunication,
+    /// Filling and draining the pipeline.
+    Bubble,
+    /// Gradient reduction and parameter gathers of the data axis that nothing hides.
+    DataCommunication,
+    /// The optimizer step.
+    Optimizer,
+    /// Host work, launches and logging.
+    Overhead,
+}
+
+/// One part of a step's time.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Term {
+    /// How long.
+    pub time: Seconds,
+    /// The weakest origin of the numbers behind it.
+    pub provenance: Provenance,
+}
+
+/// What a step should cost.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Estimate {
+    /// Time of a step: the sum of the terms.
+    pub step: Seconds,
+    /// 90 % interval of the step's time.
+    pub interval: (Seconds, Seconds),
+    /// Parts of the step's time.
+    pub terms: BTreeMap<TimeTerm, Term>,
+    /// Tokens of a step over seconds and GPUs.
+    pub tokens_per_second_per_gpu: f64,
+    /// FLOPs of a step without recomputation, over all ranks.
+    pub model_flops: Flops,
+    /// FLOPs of a step with recomputation, over all ranks.
+    pub hardware_flops: Flops,
+    /// Model FLOPs over step time, GPUs and dense peak.
+    pub mfu: f64,
+    /// How `mfu` is computed, in words.
+    pub mfu_formula: String,
+    /// Memory of the fullest rank as the driver counts it.
+    pub device_memory: Bytes,
+    /// Memory of the fullest rank as the framework's allocator counts it.
+    pub allocator_peak: Bytes,
+    /// Stage with the fullest rank.
+    pub fullest_stage: StageId,
+    /// Size of a full checkpoint: weights and optimizer state.
+    pub checkpoint: Bytes,
+    /// Limits of the estimate that the reader should know.
+    pub remarks: Vec<String>,
+}
+
+/// How the choice was made.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SearchReport {
+    /// Candidates of the stated space.
+    pub enumerated: u64,
+    /// Candidates that were estimated and fit.
+    pub feasible: u64,
+    /// Candidates that could not win, by rule.
+    pub pruned: BTreeMap<String, u64>,
+    /// Candidates that cannot run, by reason.
+    pub rejected: BTreeMap<String, u64>,
+    /// Choices that the user fixed, as flags.
+    pub fixed: Vec<String>,
+    /// Why the search stopped.
+    pub stop_reason: StopReason,
+    /// Why the winner's neighbours lost, in words.
+    pub explanations: Vec<String>,
+}
+
+/// Why a search stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum StopReason {
+    /// Every candidate was estimated or could not win.
+    Optimal,
+}
+
+impl StopReason {
+    /// The word used in JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            StopReason::Optimal => "optimal",
+        }
+    }
+}
+
+impl MemoryTerm {
+    /// The words used in tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            MemoryTerm::Weights => "weights",
+            MemoryTerm::Gradients => "gradients",
+            MemoryTerm::OptimizerState => "optimizer state",
+            MemoryTerm::Activations => "activations",
+            MemoryTerm::Workspace => "workspace",
+            MemoryTerm::GatheredParameters => "gathered parameters",
+            MemoryTerm::CommunicationBuffers => "communication buffers",
+            MemoryTerm::AllocatorSlack => "allocator slack",
+            MemoryTerm::Context => "context",
+        }
+    }
+}
+
+impl TimeTerm {
+    /// The name used in JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            TimeTerm::Compute => "compute",
+            TimeTerm::Recomputation => "recomputation",
+            TimeTerm::TensorCommunication => "tensor_communication",
+            TimeTerm::PipelineCommunication => "pipeline_communication",
+            TimeTerm::Bubble => "bubble",
+            TimeTerm::DataCommunication => "data_communication",
+            TimeTerm::Optimizer => "optimizer",
+            TimeTerm::Overhead => "overhead",
+        }
+    }
+}
+
+impl Stage {
+    /// Memory of a rank as the driver counts it.
+    pub fn device_memory(&self) -> Bytes {
+        self.memory.values().copied().sum()
+    }
+
+    /// Memory of a rank as the framework's allocator counts it.
+    pub fn allocator_peak(&self) -> Bytes {
+        let outside = [MemoryTerm::AllocatorSlack, MemoryTerm::Context];
+        self.memory.iter().filter(|(term, _)| !outside.contains(term)).map(|(_, bytes)| *bytes).sum()
+    }
+}
+
+/// Reads a plan; `origin` names the text in errors. The caller verifies it before use.
+///
+/// # Errors
+/// `Error::Syntax` with line and column.
+pub fn read_plan(text: &str, origin: &str) -> Result<Plan, Error> {
+    read_ron(text, origin)
+}
+
+/// The text of a plan, equal for equal plans.
+pub fn write_plan(plan: &Plan) -> String {
+    write_ron(plan, WRITTEN_DEPTH)
+}

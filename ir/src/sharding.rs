@@ -1,0 +1,177 @@
+//! How the tensor axis splits dims, and with them parameters and activations.
+//!
+//! Heads, the feed-forward width and the vocabulary are split (Megatron-LM, arXiv 1909.08053,
+//! section 3); everything else is replicated, or with sequence parallelism split along the sequence
+//! outside the split matrices (arXiv 2205.05198, section 4.2.2).
+
+use serde::{Deserialize, Serialize};
+
+use crate::graph::{Block, Dim, DimName, Extents, Operator, OperatorKind, Tensor};
+use crate::model::{LayerFeedForward, ModelSpec, layer_runs};
+
+/// Multiple to which Megatron pads vocabulary rows for each tensor rank (`--make-vocab-size-divisible-by`).
+const VOCABULARY_MULTIPLE: u64 = 128;
+
+/// In how many parts the tensor axis splits each dim.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct TensorSplit {
+    /// Degree of the tensor axis.
+    pub tensor_parallel: u64,
+    /// Parts of the key-value heads; fewer than the degree if there are fewer heads.
+    pub key_value_ways: u64,
+    /// Vocabulary rows with those added so that the degree divides them.
+    pub padded_rows: u64,
+    /// Whether replicated activations are split along the sequence.
+    pub sequence_parallel: bool,
+}
+
+/// Why a tensor degree cannot split a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum SplitError {
+    /// The degree does not divide the query heads.
+    Heads,
+    /// The key-value heads and the degree do not divide one another.
+    KeyValueHeads,
+    /// The degree does not divide a feed-forward width.
+    Intermediate,
+}
+
+/// A parameter as one rank holds it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ParameterShard {
+    /// Name in the block.
+    pub name: String,
+    /// Dims and extents of the whole parameter, rows added for the tensor axis included.
+    pub shape: Vec<(DimName, u64)>,
+    /// Dims that the tensor axis splits, with the number of parts.
+    pub split: Vec<(DimName, u64)>,
+    /// Whether the weights are the token embedding's.
+    #[serde(default)]
+    pub tied: bool,
+}
+
+/// How a tensor degree splits a model.
+///
+/// # Errors
+/// The first dim that cannot be split evenly.
+pub fn tensor_split(
+    model: &ModelSpec,
+    tensor_parallel: u64,
+    sequence_parallel: bool,
+) -> Result<TensorSplit, SplitError> {
+    let heads = model.attention.num_attention_heads();
+    let key_value_heads = model.attention.num_key_value_heads();
+    if !heads.is_multiple_of(tensor_parallel) {
+        return Err(SplitError::Heads);
+    }
+    let key_value_ways = tensor_parallel.min(key_value_heads);
+    if !key_value_heads.is_multiple_of(key_value_ways) || !tensor_parallel.is_multiple_of(key_value_ways) {
+        return Err(SplitError::KeyValueHeads);
+    }
+    let divides = |width: u64| width.is_multiple_of(tensor_parallel);
+    let even = layer_runs(model).iter().all(|run| match run.feed_forward {
+        LayerFeedForward::Gelu { intermediate_size }
+        | LayerFeedForward::SwiGlu { intermediate_size }
+        | LayerFeedForward::Experts { intermediate_size, .. } => divides(intermediate_size),
+    });
+    if !even {
+        return Err(SplitError::Intermediate);
+    }
+    let rows = model.vocabulary.rows();
+    let padded_rows = match rows.is_multiple_of(tensor_parallel) {
+        true => rows,
+        false => rows.next_multiple_of(VOCABULARY_MULTIPLE * tensor_parallel),
+    };
+    Ok(TensorSplit { tensor_parallel, key_value_ways, padded_rows, sequence_parallel })
+}
+
+impl TensorSplit {
+    /// Parts of a dim; 1 if the tensor axis does not split it.
+    pub fn ways(&self, name: DimName) -> u64 {
+        match name {
+            DimName::KeyValueHeads => self.key_value_ways,
+            DimName::QueriesPerKeyValue => self.tensor_parallel / self.key_value_ways,
+            DimName::Intermediate | DimName::Vocabulary => self.tensor_parallel,
+            DimName::MicroBatch
+            | DimName::Sequence
+            | DimName::KeySequence
+            | DimName::Hidden
+            | DimName::HeadDim
+            | DimName::ValueDim
+            | DimName::RopeDim
+            | DimName::QueryRank
+            | DimName::KeyValueRank
+            | DimName::Expert
+            | DimName::Choice
+            | DimName::Position => 1,
+        }
+    }
+
+    /// Whether the tensor axis splits one of a tensor's dims.
+    pub fn splits(&self, tensor: &Tensor) -> bool {
+        tensor.shape.iter().any(|dim| self.ways(dim.name) > 1)
+    }
+
+    /// A dim's extent on one rank, before any split along the sequence.
+    pub fn local_extent(&self, dim: Dim, extents: Extents) -> u64 {
+        let whole = match dim.name {
+            DimName::Vocabulary => self.padded_rows,
+            _ => dim.extent.value(extents),
+        };
+        whole / self.ways(dim.name)
+    }
+
+    /// Elements of an activation on one rank.
+    pub fn local_activation(&self, tensor: &Tensor, extents: Extents) -> f64 {
+        let elements: f64 = tensor.shape.iter().map(|dim| self.local_extent(*dim, extents) as f64).product();
+        let along_sequence =
+            self.sequence_parallel && !self.splits(tensor) && tensor.extent(DimName::Sequence).is_some();
+        if along_sequence { elements / self.tensor_parallel as f64 } else { elements }
+    }
+
+    /// Elements of a parameter on one rank.
+    pub fn local_parameter(&self, tensor: &Tensor) -> u64 {
+        let none = Extents { micro_batch: 0, sequence_length: 0 };
+        tensor.shape.iter().map(|dim| self.local_extent(*dim, none)).product()
+    }
+
+    /// Parameter elements of one repetition of a block on one rank; a tied copy counts where it is held.
+    pub fn local_block_parameters(&self, block: &Block) -> u64 {
+        block.parameters().map(|operator| self.local_parameter(&operator.output)).sum()
+    }
+
+    /// The part of [`TensorSplit::local_block_parameters`] that is a second use of the token embedding.
+    pub fn local_tied_parameters(&self, block: &Block) -> u64 {
+        let tied = block.parameters().filter(|operator| operator.kind == OperatorKind::Parameter { tied: true });
+        tied.map(|operator| self.local_parameter(&operator.output)).sum()
+    }
+
+    /// A parameter as one rank holds it.
+    pub fn shard(&self, parameter: &Operator) -> ParameterShard {
+        let none = Extents { micro_batch: 0, sequence_length: 0 };
+        let shape = &parameter.output.shape;
+        let whole = |dim: &Dim| (dim.name, self.local_extent(*dim, none) * self.ways(dim.name));
+        let split = shape.iter().map(|dim| (dim.name, self.ways(dim.name))).filter(|(_, ways)| *ways > 1);
+        ParameterShard {
+            name: parameter.name.to_owned(),
+            shape: shape.iter().map(whole).collect(),
+            split: split.collect(),
+            tied: parameter.kind == OperatorKind::Parameter { tied: true },
+        }
+    }
+
+    /// Parameters that padding the vocabulary adds to the model, over all ranks.
+    pub fn added_parameters(&self, model: &ModelSpec) -> u64 {
+        let tables = if model.tied_embedding { 1 } else { 2 };
+        (self.padded_rows - model.vocabulary.rows()) * model.hidden_size * tables
+    }
+}
+
+impl ParameterShard {
+    /// Elements that one rank holds.
+    pub fn local_elements(&self) -> u64 {
+        let whole: u64 = self.shape.iter().map(|(_, extent)| extent).product();
+        whole / self.split.iter().map(|(_, ways)| ways).product::<u64>()
+    }
+}

@@ -1,0 +1,221 @@
+//! The command line.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
+use ir::strategy::{Recompute, ScheduleKind, ZeroStage};
+use planner::request::FixedChoices;
+
+/// Finds the fastest way to split the training of a transformer over a cluster, and writes it as a plan.
+#[derive(Debug, Parser)]
+#[command(name = "plan", version, args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+pub struct Arguments {
+    /// The subcommand; none searches.
+    #[command(subcommand)]
+    pub command: Option<Command>,
+    /// Options of the search.
+    #[command(flatten)]
+    pub search: SearchOptions,
+}
+
+/// Subcommands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Show a plan: the whole, one stage, or one rank
+    Inspect(InspectOptions),
+    /// Verify a plan file
+    Check(CheckOptions),
+    /// List the example models that are built in
+    Models(ListOptions),
+    /// List the built-in clusters with their devices and sources
+    Clusters(ListOptions),
+    /// List the built-in software stacks with their sources
+    Stacks(ListOptions),
+    /// Print a Hugging Face config.json as a model file
+    Import(ImportOptions),
+    /// Run a plan: hands over to execute-plan
+    Execute(ExecuteOptions),
+}
+
+/// Options of the search.
+#[derive(Debug, Args)]
+pub struct SearchOptions {
+    /// Model file (RON), or a Hugging Face config.json
+    #[arg(long, value_name = "FILE", required = true)]
+    pub model: Option<PathBuf>,
+    /// Number of GPUs
+    #[arg(long, value_name = "N", required = true, allow_negative_numbers = true)]
+    pub gpus: Option<u64>,
+    /// GPUs of a node
+    #[arg(long, value_name = "M", required = true, allow_negative_numbers = true)]
+    pub node_gpus: Option<u64>,
+    /// Built-in cluster, or a cluster file
+    #[arg(long, value_name = "NAME|FILE", default_value = DEFAULT_CLUSTER)]
+    pub cluster: String,
+    /// Built-in software stack, or a stack file
+    #[arg(long, value_name = "NAME|FILE", default_value = DEFAULT_STACK)]
+    pub stack: String,
+    /// Sequences of a step
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub global_batch: Option<u64>,
+    /// Tokens of a sequence
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub sequence_length: Option<u64>,
+    /// Choices that are fixed; the rest is searched.
+    #[command(flatten)]
+    pub fixed: FixedOptions,
+    /// Number of layouts reported
+    #[arg(long, value_name = "K", default_value_t = 10)]
+    pub top: usize,
+    /// Plan file [default: <model name>-<gpus>.plan.ron]
+    #[arg(long, value_name = "FILE")]
+    pub out: Option<PathBuf>,
+    /// Replace a plan file that differs
+    #[arg(long)]
+    pub force: bool,
+    /// Search and report, write nothing
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// The cluster where none is named.
+pub const DEFAULT_CLUSTER: &str = "dgx-a100-80gb";
+/// The stack where none is named.
+pub const DEFAULT_STACK: &str = "planwright";
+
+/// Choices that the user can fix.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Fix a choice (the rest is searched)")]
+pub struct FixedOptions {
+    /// Ranks that share each matrix
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    tensor_parallel: Option<u64>,
+    /// Pipeline stages
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pipeline_parallel: Option<u64>,
+    /// Replicas
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    data_parallel: Option<u64>,
+    /// Ranks that split a sequence (1 in this version)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1))]
+    context_parallel: Option<u64>,
+    /// Ranks that split the experts (1 in this version)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1))]
+    expert_parallel: Option<u64>,
+    /// What replicas shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
+    #[arg(long, value_name = "0..3", value_parser = clap::value_parser!(u8).range(0..=3))]
+    zero_stage: Option<u8>,
+    /// Sequences of a forward pass
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    micro_batch: Option<u64>,
+    /// What backward computes again
+    #[arg(long)]
+    recompute: Option<RecomputeOption>,
+    /// Model parts on each stage (1 in this version)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1))]
+    virtual_stages: Option<u64>,
+    /// Order of micro-batches
+    #[arg(long)]
+    schedule: Option<ScheduleOption>,
+    /// Split norms and residuals along the sequence
+    #[arg(long, value_name = "on|off", action = ArgAction::Set, value_parser = on_or_off)]
+    sequence_parallel: Option<bool>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum RecomputeOption {
+    None,
+    Selective,
+    Full,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum ScheduleOption {
+    Gpipe,
+    #[value(name = "1f1b")]
+    OneForwardOneBackward,
+}
+
+impl FixedOptions {
+    /// The choices that were given.
+    pub fn choices(&self) -> FixedChoices {
+        FixedChoices {
+            tensor_parallel: self.tensor_parallel,
+            pipeline_parallel: self.pipeline_parallel,
+            data_parallel: self.data_parallel,
+            zero_stage: self.zero_stage.and_then(|stage| ZeroStage::try_from(stage).ok()),
+            micro_batch: self.micro_batch,
+            recompute: self.recompute.map(|choice| match choice {
+                RecomputeOption::None => Recompute::None,
+                RecomputeOption::Selective => Recompute::Selective,
+                RecomputeOption::Full => Recompute::Full,
+            }),
+            schedule: self.schedule.map(|choice| match choice {
+                ScheduleOption::Gpipe => ScheduleKind::GPipe,
+                ScheduleOption::OneForwardOneBackward => ScheduleKind::OneForwardOneBackward,
+            }),
+            sequence_parallel: self.sequence_parallel,
+        }
+    }
+}
+
+fn on_or_off(text: &str) -> Result<bool, String> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err("give `on` or `off`".to_owned()),
+    }
+}
+
+/// Options of `plan inspect`.
+#[derive(Debug, Args)]
+pub struct InspectOptions {
+    /// Plan file
+    pub plan: PathBuf,
+    /// Show one stage
+    #[arg(long, value_name = "S", conflicts_with = "rank")]
+    pub stage: Option<u64>,
+    /// Show one rank
+    #[arg(long, value_name = "R")]
+    pub rank: Option<u64>,
+    /// Print the whole plan as one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Options of `plan check`.
+#[derive(Debug, Args)]
+pub struct CheckOptions {
+    /// Plan file
+    pub plan: PathBuf,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Options of the lists.
+#[derive(Debug, Args)]
+pub struct ListOptions {
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Options of `plan import`.
+#[derive(Debug, Args)]
+pub struct ImportOptions {
+    /// Hugging Face config.json
+    pub config: PathBuf,
+}
+
+/// Options of `plan execute`.
+#[derive(Debug, Args)]
+pub struct ExecuteOptions {
+    /// Plan file and options of execute-plan
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGUMENTS")]
+    pub arguments: Vec<OsString>,
+}

@@ -1,0 +1,49 @@
+//! `plan inspect`: show a plan.
+
+use std::path::Path;
+
+use hardware_profiles::files::{PLAN_LIMIT, read_text};
+use ir::error::Problem;
+use ir::mesh::Rank;
+use ir::plan::{Plan, read_plan};
+use ir::verify::verify;
+use planner::error::Error;
+use planner::report::{inspect, json};
+
+use crate::Printed;
+use crate::arguments::InspectOptions;
+
+/// Reads and verifies a plan file.
+pub fn read_verified(path: &Path) -> Result<Plan, Error> {
+    let origin = path.display().to_string();
+    let plan = read_plan(&read_text(path, PLAN_LIMIT)?, &origin)?;
+    let problems = verify(&plan, &origin);
+    if problems.is_empty() { Ok(plan) } else { Err(Error::Verification(problems)) }
+}
+
+/// Shows a plan.
+pub fn run(options: &InspectOptions) -> Printed {
+    let plan = read_verified(&options.plan)?;
+    if options.json {
+        return Ok(format!("{:#}\n", json::plan_value(&plan)));
+    }
+    if let Some(number) = options.rank {
+        let stage = plan.stages.iter().find(|stage| (stage.ranks.0..stage.ranks.1).contains(&number));
+        let stage = stage.ok_or_else(|| outside("rank", number, plan.mesh.world_size()))?;
+        return Ok(inspect::rank(&plan, Rank(number), stage));
+    }
+    if let Some(number) = options.stage {
+        let stage = usize::try_from(number).ok().and_then(|index| plan.stages.get(index));
+        let stage = stage.ok_or_else(|| outside("stage", number, plan.stages.len() as u64))?;
+        return Ok(inspect::stage(&plan, stage));
+    }
+    Ok(inspect::whole(&plan))
+}
+
+fn outside(what: &str, number: u64, count: u64) -> Problem {
+    Problem::new(
+        format!("there is no {what} {number}"),
+        format!("--{what}"),
+        format!("the plan has {what}s 0 to {}", count - 1),
+    )
+}

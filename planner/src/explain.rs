@@ -1,0 +1,142 @@
+//! Why the winner won, and why nothing fits where nothing does.
+
+use cost_models::collective::{place, ring_bandwidth};
+use ir::error::Problem;
+use ir::graph::ModelGraph;
+use ir::mesh::{Axis, build_mesh};
+use ir::plan::TimeTerm;
+use ir::strategy::{Recompute, Strategy};
+
+use crate::error::Error;
+use crate::request::{FixedChoices, Request, check_request};
+use crate::search::{Outcome, Scored, run_lengths, search};
+
+/// Most multiples of the given GPU count that are tried to find one that fits.
+const GPU_MULTIPLES: [u64; 10] = [2, 3, 4, 6, 8, 12, 16, 32, 64, 128];
+
+/// Sentences on the choices that users ask about.
+pub fn explain(request: &Request, graph: &ModelGraph, winner: &Scored) -> Vec<String> {
+    let mut sentences = vec![memory_sentence(request, winner)];
+    sentences.extend(tensor_across_domains(request, graph, winner));
+    sentences
+}
+
+/// The layout in one line: degrees and settings.
+pub fn describe(strategy: &Strategy) -> String {
+    let recompute = match strategy.recompute {
+        Recompute::None => "no recomputation".to_owned(),
+        choice => format!("{} recomputation", choice.name()),
+    };
+    format!(
+        "tensor {} x pipeline {} x data {}, ZeRO-{}, micro-batch {}, {recompute}{}",
+        strategy.tensor_parallel,
+        strategy.pipeline_parallel,
+        strategy.data_parallel,
+        u8::from(strategy.zero_stage),
+        strategy.micro_batch,
+        if strategy.sequence_parallel { ", sequence parallel" } else { "" }
+    )
+}
+
+fn memory_sentence(request: &Request, winner: &Scored) -> String {
+    let (stage, used) = winner.fullest_stage();
+    let usable = request.machine.usable_memory();
+    format!(
+        "the fullest rank is on stage {stage}: {used} of {usable} usable ({} less the stack's margin)",
+        request.machine.device.memory.value
+    )
+}
+
+/// What the narrowest tensor degree beyond a fast domain costs against the winner.
+fn tensor_across_domains(request: &Request, graph: &ModelGraph, winner: &Scored) -> Option<String> {
+    let domain = request.machine.fast_domain_gpus();
+    if request.fixed.tensor_parallel.is_some() || winner.strategy.tensor_parallel > domain {
+        return None;
+    }
+    let wider = crate::request::divisors(request.gpus).into_iter().filter(|degree| *degree > domain);
+    let mut outcomes = wider.filter_map(|degree| {
+        let fixed = FixedChoices { tensor_parallel: Some(degree), ..request.fixed };
+        let case = Request { fixed, top: 1, ..request.clone() };
+        check_request(&case).ok()?;
+        search(&case, graph).best.into_iter().next()
+    });
+    let crossing = outcomes.next()?;
+    let communication = |scored: &Scored| scored.prediction.terms[&TimeTerm::TensorCommunication];
+    let bandwidth = |scored: &Scored| {
+        let family = build_mesh(&scored.strategy).groups(Axis::Tensor);
+        ring_bandwidth(place(&family, domain), &request.machine).0 / 1e9
+    };
+    let inside = Strategy { tensor_parallel: domain.min(2), ..winner.strategy.clone() };
+    let fast = ring_bandwidth(place(&build_mesh(&inside).groups(Axis::Tensor), domain), &request.machine).0 / 1e9;
+    Some(format!(
+        "tensor {} would cross nodes of {domain}: its rings run at {:.1} GB/s instead of {fast:.0}; the best such layout ({}) \
+         takes {}, {:+.0} %, {} of it tensor communication against {}",
+        crossing.strategy.tensor_parallel,
+        bandwidth(&crossing),
+        describe(&crossing.strategy),
+        crossing.prediction.step,
+        (crossing.prediction.step.0 / winner.prediction.step.0 - 1.0) * 100.0,
+        communication(&crossing),
+        communication(winner),
+    ))
+}
+
+/// The error for a search that found nothing: the nearest layout, its fullest stage, and the smallest
+/// change that helps.
+pub fn no_plan(request: &Request, graph: &ModelGraph, outcome: &Outcome) -> Error {
+    let location = format!("{} on {} x {}", request.origin, request.gpus, request.machine.device.name);
+    let help = smallest_change(request, graph);
+    let Some(nearest) = &outcome.nearest else {
+        let reasons: Vec<String> =
+            outcome.rejected.iter().map(|(reason, count)| format!("{} {count}", reason.name())).collect();
+        let what = format!(
+            "no layout can run: of {} candidates all are rejected ({})",
+            outcome.enumerated,
+            reasons.join(", ")
+        );
+        return Error::NoPlan(Problem::new(what, location, help));
+    };
+    let (stage, needed) = nearest.fullest_stage();
+    let usable = request.machine.usable_memory();
+    let what = format!(
+        "no plan fits: the nearest candidate is {} with {} layers on stages; its worst stage, {stage}, needs {needed} a GPU \
+         and {usable} are available",
+        describe(&nearest.strategy),
+        runs(&nearest.strategy.layers_per_stage),
+    );
+    Error::NoPlan(Problem::new(what, location, help))
+}
+
+/// The first of these that makes something fit: freeing one fixed choice, then more GPUs.
+fn smallest_change(request: &Request, graph: &ModelGraph) -> String {
+    let fits = |case: &Request| check_request(case).is_ok() && !search(case, graph).best.is_empty();
+    for (flag, fixed) in request.fixed.each_freed() {
+        if fits(&Request { fixed, top: 1, ..request.clone() }) {
+            return format!("leave out {flag}: then a layout fits");
+        }
+    }
+    let more = GPU_MULTIPLES.into_iter().map(|multiple| request.gpus * multiple);
+    let fixed = FixedChoices { data_parallel: None, ..request.fixed };
+    for gpus in more {
+        if fits(&Request { gpus, fixed, top: 1, ..request.clone() }) {
+            return format!("with {gpus} GPUs a layout fits");
+        }
+    }
+    format!(
+        "no multiple of {} GPUs up to {} fits either: use GPUs with more memory, a shorter sequence, or a global batch with \
+         more divisors than {} ({} layers)",
+        request.gpus,
+        request.gpus * GPU_MULTIPLES[GPU_MULTIPLES.len() - 1],
+        request.workload.global_batch,
+        run_lengths(request).iter().sum::<u64>(),
+    )
+}
+
+/// A list of counts with repeats folded: `5, 10 x 6, 5`.
+pub fn runs(counts: &[u64]) -> String {
+    let parts = counts.chunk_by(|a, b| a == b).map(|run| match run.len() {
+        1 => run[0].to_string(),
+        length => format!("{length} x {}", run[0]),
+    });
+    parts.collect::<Vec<_>>().join(", ")
+}

@@ -1,0 +1,15 @@
+//! Enumerates layouts, scores them with the cost models, chooses one and lowers it to a plan.
+//!
+//! No constant of hardware and no formula of time stands here.
+
+pub mod error;
+pub mod examples;
+pub mod explain;
+pub mod huggingface;
+pub mod huggingface;
+pub mod lower;
+pub mod partition;
+pub mod report;
+pub mod request;
+pub mod search;
+pub mod space;

@@ -1,0 +1,161 @@
+//! Lowers a scored layout to a plan.
+
+use cost_models::flops::{MFU_FORMULA, step_flops};
+use cost_models::memory::{StageMemory, checkpoint_bytes, state_bytes};
+use cost_models::pipeline::in_flight;
+use cost_models::step::{costed_blocks, stage_load, with_provenance};
+use ir::graph::{BlockRole, ModelGraph, count_parameters};
+use ir::mesh::{StageId, build_mesh};
+use ir::plan::{BlockShards, Estimate, Executable, FORMAT_VERSION, Inputs, Plan, SearchReport, Stage, StopReason};
+use ir::sharding::{TensorSplit, tensor_split};
+use ir::strategy::Strategy;
+use ir::text::content_hash;
+use ir::units::Bytes;
+
+use crate::request::Request;
+use crate::search::{Outcome, Scored, scenario};
+
+/// Why plans of this version hold no programs.
+const NOT_COMPILED: &str = "this version writes no operator programs: its plans can be inspected and checked, not run";
+
+/// Builds the plan of a layout.
+pub fn lower(request: &Request, graph: &ModelGraph, scored: &Scored, search: SearchReport) -> Plan {
+    let strategy = &scored.strategy;
+    let mesh = build_mesh(strategy);
+    let split = split_of(request, strategy);
+    let axes = mesh.axes.iter().filter(|(_, degree)| *degree > 1);
+    Plan {
+        format_version: FORMAT_VERSION,
+        planwright_version: env!("CARGO_PKG_VERSION").to_owned(),
+        inputs: inputs(request),
+        model: request.model.clone(),
+        parameters: count_parameters(&request.model),
+        added_parameters: split.added_parameters(&request.model),
+        workload: request.workload,
+        strategy: strategy.clone(),
+        executable: Executable::No(NOT_COMPILED.to_owned()),
+        groups: axes.map(|(axis, _)| mesh.groups(*axis)).collect(),
+        mesh,
+        parameter_shards: parameter_shards(graph, split),
+        stages: stages(request, graph, scored, split),
+        estimate: estimate(request, graph, scored),
+        search,
+    }
+}
+
+/// What a layout should cost.
+pub fn estimate(request: &Request, graph: &ModelGraph, scored: &Scored) -> Estimate {
+    let scenario = scenario(request, graph);
+    let machine = &request.machine;
+    let strategy = &scored.strategy;
+    let step = scored.prediction.step;
+    let flops = step_flops(graph, request.workload, strategy.recompute);
+    let tokens = (request.workload.global_batch * request.workload.sequence_length) as f64;
+    let gpu_seconds = step.0 * request.gpus as f64;
+    let peak = machine.peak_rate(request.model.dtype).0;
+    let (fullest, device_memory) = scored.fullest_stage();
+    let width = machine.stack.relative_error_90.value;
+    let parameters = count_parameters(&request.model);
+    Estimate {
+        step,
+        interval: (step * (1.0 - width), step * (1.0 + width)),
+        terms: with_provenance(scenario, strategy, &scored.prediction.terms),
+        tokens_per_second_per_gpu: tokens / gpu_seconds,
+        model_flops: flops.model,
+        hardware_flops: flops.hardware,
+        mfu: flops.model.0 / (gpu_seconds * peak),
+        mfu_formula: MFU_FORMULA.to_owned(),
+        device_memory,
+        allocator_peak: scored.memory.iter().map(StageMemory::allocator_peak).max().unwrap_or(Bytes(0)),
+        fullest_stage: StageId(fullest as u64),
+        checkpoint: checkpoint_bytes(parameters, state_bytes(machine, request.model.dtype)),
+        remarks: remarks(request),
+    }
+}
+
+/// The record of a search, for the plan file.
+pub fn search_report(request: &Request, outcome: &Outcome, explanations: Vec<String>) -> SearchReport {
+    let pruned = outcome.pruned.iter().map(|(rule, count)| (rule.name().to_owned(), *count));
+    let rejected = outcome.rejected.iter().map(|(reason, count)| (reason.name().to_owned(), *count));
+    SearchReport {
+        enumerated: outcome.enumerated,
+        feasible: outcome.feasible,
+        pruned: pruned.collect(),
+        rejected: rejected.collect(),
+        fixed: request.fixed.flags(),
+        stop_reason: StopReason::Optimal,
+        explanations,
+    }
+}
+
+fn split_of(request: &Request, strategy: &Strategy) -> TensorSplit {
+    tensor_split(&request.model, strategy.tensor_parallel, strategy.sequence_parallel)
+        .expect("the search keeps only degrees that split the model")
+}
+
+fn inputs(request: &Request) -> Inputs {
+    let machine = &request.machine;
+    Inputs {
+        model_hash: content_hash(&request.model),
+        cluster: machine.cluster.name.clone(),
+        cluster_hash: content_hash(&machine.cluster),
+        device: machine.device.name.clone(),
+        device_hash: content_hash(&machine.device),
+        stack: machine.stack.name.clone(),
+        stack_hash: content_hash(&machine.stack),
+        node_gpus: machine.node_gpus,
+        fast_domain_gpus: machine.fast_domain_gpus(),
+        usable_memory: machine.usable_memory(),
+    }
+}
+
+fn parameter_shards(graph: &ModelGraph, split: TensorSplit) -> Vec<BlockShards> {
+    let shards = graph.blocks.iter().map(|block| BlockShards {
+        block: match block.role {
+            BlockRole::Embedding => "embedding".to_owned(),
+            BlockRole::Layers(run) => format!("layers {run}"),
+            BlockRole::Head => "head".to_owned(),
+        },
+        count: block.count,
+        parameters: block.parameters().map(|parameter| split.shard(parameter)).collect(),
+    });
+    shards.collect()
+}
+
+fn stages(request: &Request, graph: &ModelGraph, scored: &Scored, split: TensorSplit) -> Vec<Stage> {
+    let scenario = scenario(request, graph);
+    let strategy = &scored.strategy;
+    let blocks = costed_blocks(scenario, split, strategy.micro_batch);
+    let stage_ranks = strategy.world_size() / strategy.pipeline_parallel;
+    let micro_batches = strategy.num_micro_batches();
+    let mut first_layer = 0;
+    let mut stages = Vec::with_capacity(scored.contents.len());
+    for (index, content) in scored.contents.iter().enumerate() {
+        let stage = index as u64;
+        let last_layer = first_layer + content.layers.iter().sum::<u64>();
+        let time = scored.prediction.stages[index];
+        stages.push(Stage {
+            stage: StageId(stage),
+            ranks: (stage * stage_ranks, (stage + 1) * stage_ranks),
+            embedding: content.embedding,
+            layers: (first_layer, last_layer),
+            head: content.head,
+            parameters_per_rank: stage_load(&blocks, strategy, content, stage).parameters,
+            in_flight: in_flight(strategy.schedule, stage, strategy.pipeline_parallel, micro_batches),
+            forward: time.forward,
+            backward: time.backward,
+            memory: scored.memory[index].terms(),
+        });
+        first_layer = last_layer;
+    }
+    stages
+}
+
+fn remarks(request: &Request) -> Vec<String> {
+    let mut remarks = Vec::new();
+    let stack = &request.machine.stack;
+    if stack.name != "planwright" {
+        remarks.push(format!("time and memory are those of stack {}, not of this plan's own program", stack.name));
+    }
+    remarks
+}

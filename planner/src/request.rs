@@ -1,0 +1,285 @@
+//! What the user asks for, checked before anything is searched.
+
+use cost_models::machine::Machine;
+use hardware_profiles::cluster::Nics;
+use ir::error::Problem;
+use ir::model::{ModelSpec, Workload};
+use ir::sharding::{SplitError, tensor_split};
+use ir::strategy::{Recompute, ScheduleKind, ZeroStage};
+
+use crate::error::Error;
+
+/// Most GPUs of a request.
+const GPU_LIMIT: u64 = 1 << 20;
+
+/// A model, a machine, and the choices already made.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// The model.
+    pub model: ModelSpec,
+    /// The model file's name, for messages.
+    pub origin: String,
+    /// What a step processes.
+    pub workload: Workload,
+    /// The machine.
+    pub machine: Machine,
+    /// Ranks of the world.
+    pub gpus: u64,
+    /// Choices that the user fixed.
+    pub fixed: FixedChoices,
+    /// Layouts to report, the best included.
+    pub top: usize,
+}
+
+/// Choices that the user fixed; the rest is searched.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FixedChoices {
+    /// `--tensor-parallel`.
+    pub tensor_parallel: Option<u64>,
+    /// `--pipeline-parallel`.
+    pub pipeline_parallel: Option<u64>,
+    /// `--data-parallel`.
+    pub data_parallel: Option<u64>,
+    /// `--zero-stage`.
+    pub zero_stage: Option<ZeroStage>,
+    /// `--micro-batch`.
+    pub micro_batch: Option<u64>,
+    /// `--recompute`.
+    pub recompute: Option<Recompute>,
+    /// `--schedule`.
+    pub schedule: Option<ScheduleKind>,
+    /// `--sequence-parallel`.
+    pub sequence_parallel: Option<bool>,
+}
+
+impl FixedChoices {
+    /// The choices as flags, in the order of the help text.
+    pub fn flags(&self) -> Vec<String> {
+        let mut flags = Vec::new();
+        let mut push = |name: &str, value: Option<String>| flags.extend(value.map(|value| format!("--{name} {value}")));
+        push("tensor-parallel", self.tensor_parallel.map(|n| n.to_string()));
+        push("pipeline-parallel", self.pipeline_parallel.map(|n| n.to_string()));
+        push("data-parallel", self.data_parallel.map(|n| n.to_string()));
+        push("zero-stage", self.zero_stage.map(|stage| u8::from(stage).to_string()));
+        push("micro-batch", self.micro_batch.map(|n| n.to_string()));
+        push("recompute", self.recompute.map(|recompute| recompute.name().to_owned()));
+        push("schedule", self.schedule.map(|schedule| schedule.name().to_owned()));
+        push("sequence-parallel", self.sequence_parallel.map(|on| if on { "on" } else { "off" }.to_owned()));
+        flags
+    }
+
+    /// The same choices with one of them freed, for each that is fixed, with its flag.
+    pub fn each_freed(&self) -> Vec<(String, FixedChoices)> {
+        let freed = [
+            FixedChoices { tensor_parallel: None, ..*self },
+            FixedChoices { pipeline_parallel: None, ..*self },
+            FixedChoices { data_parallel: None, ..*self },
+            FixedChoices { zero_stage: None, ..*self },
+            FixedChoices { micro_batch: None, ..*self },
+            FixedChoices { recompute: None, ..*self },
+            FixedChoices { schedule: None, ..*self },
+            FixedChoices { sequence_parallel: None, ..*self },
+        ];
+        let changed = freed.into_iter().filter(|choices| choices != self);
+        self.flags().into_iter().zip(changed).collect()
+    }
+}
+
+/// Checks a request.
+///
+/// # Errors
+/// `Error::BadInput` with every problem found.
+pub fn check_request(request: &Request) -> Result<(), Error> {
+    let mut problems = Vec::new();
+    check_world(request, &mut problems);
+    check_device(request, &mut problems);
+    if problems.is_empty() {
+        check_degrees(request, &mut problems);
+        check_batch(request, &mut problems);
+        check_offers(request, &mut problems);
+    }
+    if problems.is_empty() { Ok(()) } else { Err(Error::BadInput(problems)) }
+}
+
+fn check_world(request: &Request, problems: &mut Vec<Problem>) {
+    let Request { gpus, machine, .. } = request;
+    let node_gpus = machine.node_gpus;
+    if *gpus == 0 || *gpus > GPU_LIMIT {
+        problems.push(Problem::new(format!("gpus is {gpus}"), "--gpus", format!("give 1 to {GPU_LIMIT} GPUs")));
+        return;
+    }
+    if node_gpus == 0 || !gpus.is_multiple_of(node_gpus) {
+        let help = match node_gpus {
+            0 => "give at least 1 GPU a node".to_owned(),
+            _ => format!("give whole nodes: {} or {} GPUs", gpus - gpus % node_gpus, gpus.next_multiple_of(node_gpus)),
+        };
+        problems.push(Problem::new(format!("node-gpus {node_gpus} does not divide gpus {gpus}"), "--node-gpus", help));
+    }
+    let cluster = &machine.cluster;
+    if let Nics::PerNode(count) = &cluster.inter.nics
+        && node_gpus != cluster.node_gpus
+    {
+        problems.push(Problem::new(
+            format!(
+                "cluster {} has nodes of {} GPUs that share {} network cards, not {node_gpus}",
+                cluster.name, cluster.node_gpus, count.value
+            ),
+            "--node-gpus",
+            format!("give --node-gpus {}, or a cluster file with other nodes", cluster.node_gpus),
+        ));
+    }
+}
+
+fn check_device(request: &Request, problems: &mut Vec<Problem>) {
+    let device = &request.machine.device;
+    if device.peak_rate(request.model.dtype).is_none() {
+        problems.push(Problem::new(
+            format!("device {} has no {:?} matrix units", device.name, request.model.dtype),
+            format!("{}, field dtype", request.origin),
+            "change dtype (FP16 on V100), or choose another --cluster",
+        ));
+    }
+}
+
+fn check_degrees(request: &Request, problems: &mut Vec<Problem>) {
+    let FixedChoices { tensor_parallel, pipeline_parallel, data_parallel, .. } = request.fixed;
+    let degrees = [
+        ("--tensor-parallel", tensor_parallel),
+        ("--pipeline-parallel", pipeline_parallel),
+        ("--data-parallel", data_parallel),
+    ];
+    let given: Vec<(&str, u64)> = degrees.into_iter().filter_map(|(flag, degree)| Some((flag, degree?))).collect();
+    if let Some((flag, _)) = given.iter().find(|(_, degree)| *degree == 0) {
+        problems.push(Problem::new(format!("{flag} is 0"), *flag, "degrees are 1 or more"));
+        return;
+    }
+    let product = given.iter().try_fold(1u64, |product, (_, degree)| product.checked_mul(*degree));
+    let fits = product.is_some_and(|product| match given.len() {
+        3 => product == request.gpus,
+        _ => request.gpus.is_multiple_of(product),
+    });
+    if !fits {
+        let flags: Vec<String> = given.iter().map(|(flag, degree)| format!("{flag} {degree}")).collect();
+        problems.push(Problem::new(
+            format!("{} cannot make up {} GPUs", flags.join(" "), request.gpus),
+            flags.join(" "),
+            format!(
+                "the product of the degrees divides {0}; divisors of {0}: {1}",
+                request.gpus,
+                list(&divisors(request.gpus))
+            ),
+        ));
+    }
+    if let Some(degree) = tensor_parallel {
+        check_tensor_degree(request, degree, problems);
+    }
+    if let Some(stages) = pipeline_parallel
+        && stages > request.model.num_layers
+    {
+        problems.push(Problem::new(
+            format!("{stages} stages for {} layers", request.model.num_layers),
+            "--pipeline-parallel",
+            format!("give at most {} stages: each holds at least one layer", request.model.num_layers),
+        ));
+    }
+}
+
+fn check_tensor_degree(request: &Request, degree: u64, problems: &mut Vec<Problem>) {
+    let model = &request.model;
+    let Err(error) = tensor_split(model, degree, false) else { return };
+    let heads = model.attention.num_attention_heads();
+    let (field, size) = match error {
+        SplitError::Heads => ("num_attention_heads", heads),
+        SplitError::KeyValueHeads => ("num_key_value_heads", model.attention.num_key_value_heads()),
+        SplitError::Intermediate => ("intermediate_size", 0),
+    };
+    let legal: Vec<u64> = divisors(heads).into_iter().filter(|n| tensor_split(model, *n, false).is_ok()).collect();
+    let in_domain: Vec<u64> = legal.into_iter().filter(|n| *n <= request.machine.fast_domain_gpus()).collect();
+    let what = match error {
+        SplitError::Intermediate => format!("tensor_parallel {degree} does not divide {field}"),
+        SplitError::Heads | SplitError::KeyValueHeads => {
+            format!("tensor_parallel {degree} does not divide {field} {size}")
+        }
+    };
+    let help = format!(
+        "degrees that split this model and fit in a node of {} GPUs: {}",
+        request.machine.fast_domain_gpus(),
+        list(&in_domain)
+    );
+    problems.push(Problem::new(what, format!("{}, field {field}", request.origin), help));
+}
+
+fn check_batch(request: &Request, problems: &mut Vec<Problem>) {
+    let batch = request.workload.global_batch;
+    let micro_batch = request.fixed.micro_batch.unwrap_or(1);
+    let replicas = request.fixed.data_parallel.unwrap_or(1);
+    if micro_batch == 0 {
+        problems.push(Problem::new("micro-batch is 0", "--micro-batch", "give 1 or more sequences"));
+        return;
+    }
+    let unit = micro_batch.checked_mul(replicas).filter(|unit| *unit > 0 && batch.is_multiple_of(*unit));
+    if unit.is_none() {
+        problems.push(Problem::new(
+            format!("global batch {batch} is not divisible by micro-batch {micro_batch} x data-parallel {replicas}"),
+            "--global-batch",
+            format!(
+                "change the micro-batch, or use a global batch of {}",
+                batch.next_multiple_of(micro_batch.saturating_mul(replicas).clamp(1, 1 << 40))
+            ),
+        ));
+    }
+}
+
+fn check_offers(request: &Request, problems: &mut Vec<Problem>) {
+    let stack = &request.machine.stack;
+    let offers = &stack.offers;
+    let fixed = &request.fixed;
+    let more_than_one = |degree: Option<u64>| degree.is_some_and(|degree| degree > 1);
+    let missing = [
+        (more_than_one(fixed.tensor_parallel) && !offers.tensor_parallel, "--tensor-parallel", "tensor parallelism"),
+        (more_than_one(fixed.pipeline_parallel) && !offers.pipeline_parallel, "--pipeline-parallel", "pipeline stages"),
+        (
+            fixed.sequence_parallel == Some(true) && !offers.sequence_parallel,
+            "--sequence-parallel",
+            "sequence parallelism",
+        ),
+        (fixed.zero_stage.is_some_and(|stage| !offers.zero_stages.contains(&stage)), "--zero-stage", "this ZeRO stage"),
+        (
+            fixed.recompute.is_some_and(|choice| !offers.recompute.contains(&choice)),
+            "--recompute",
+            "this recomputation",
+        ),
+        (fixed.schedule.is_some_and(|choice| !offers.schedules.contains(&choice)), "--schedule", "this schedule"),
+    ];
+    for (_, flag, what) in missing.into_iter().filter(|(absent, _, _)| *absent) {
+        problems.push(Problem::new(
+            format!("stack {} does not offer {what}", stack.name),
+            flag,
+            "leave the flag out, or choose another --stack (`plan stacks` lists them)",
+        ));
+    }
+}
+
+/// Divisors in rising order.
+pub fn divisors(n: u64) -> Vec<u64> {
+    let mut low: Vec<u64> = (1..).take_while(|d| d * d <= n).filter(|d| n.is_multiple_of(*d)).collect();
+    let high: Vec<u64> = low.iter().rev().map(|d| n / d).filter(|d| d * d > n).collect();
+    low.extend(high);
+    low
+}
+
+fn list(numbers: &[u64]) -> String {
+    numbers.iter().map(u64::to_string).collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn divisors_are_complete_and_sorted() {
+        assert_eq!(divisors(1), [1]);
+        assert_eq!(divisors(36), [1, 2, 3, 4, 6, 9, 12, 18, 36]);
+        assert_eq!(divisors(384).len(), 16);
+    }
+}

@@ -1,0 +1,220 @@
+//! Exact search: estimate open layouts in the order of their lower bounds until no bound can win.
+
+use std::collections::BTreeMap;
+
+use cost_models::memory::StageMemory;
+use cost_models::step::{
+    BlockTime, CostedBlock, PerBlock, Scenario, StageContent, StepPrediction, block_times, costed_blocks, predict_step,
+    stage_memory_of, step_lower_bound,
+};
+use ir::graph::ModelGraph;
+use ir::model::{MAX_LAYER_RUNS, layer_runs};
+use ir::strategy::Strategy;
+use ir::units::{Bytes, Seconds};
+
+use crate::partition::{
+    LayerCounts, PartitionProblem, solve_by_threshold, solve_evenly, split_for_least_memory, state_problem,
+};
+use crate::request::Request;
+use crate::space::{Pruning, Rejection, Space, enumerate};
+
+/// A layout with its stage split and what it should cost.
+#[derive(Clone, Debug)]
+pub struct Scored {
+    /// The layout.
+    pub strategy: Strategy,
+    /// What each stage holds.
+    pub contents: Vec<StageContent>,
+    /// Predicted step.
+    pub prediction: StepPrediction,
+    /// Memory of each stage's ranks.
+    pub memory: Vec<StageMemory>,
+}
+
+/// What a search found.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// Layouts that fit, best first; at most as many as asked for.
+    pub best: Vec<Scored>,
+    /// Candidates of the stated space.
+    pub enumerated: u64,
+    /// Candidates that were estimated and fit.
+    pub feasible: u64,
+    /// Candidates left out, by rule.
+    pub pruned: BTreeMap<Pruning, u64>,
+    /// Candidates out, by reason.
+    pub rejected: BTreeMap<Rejection, u64>,
+    /// If nothing fits for lack of memory: the layout that misses by least.
+    pub nearest: Option<Scored>,
+}
+
+/// Costs of blocks by tensor degree, sequence parallelism and micro-batch.
+type BlockTable = BTreeMap<(u64, bool, u64), PerBlock<CostedBlock>>;
+
+/// An open layout with its bound.
+struct Bounded {
+    strategy: Strategy,
+    times: PerBlock<BlockTime>,
+    bound: Seconds,
+}
+
+impl Scored {
+    /// The fullest stage and its ranks' device use.
+    pub fn fullest_stage(&self) -> (usize, Bytes) {
+        let uses = self.memory.iter().map(StageMemory::device_use).enumerate();
+        uses.max_by(|a, b| a.1.cmp(&b.1).then(b.0.cmp(&a.0))).unwrap_or((0, Bytes(0)))
+    }
+
+    /// Order of preference: time, then memory, then the lexicographically smallest strategy.
+    fn precedes(&self, other: &Scored) -> std::cmp::Ordering {
+        let time = self.prediction.step.0.total_cmp(&other.prediction.step.0);
+        let memory = || self.fullest_stage().1.cmp(&other.fullest_stage().1);
+        time.then_with(memory).then_with(|| self.strategy.cmp(&other.strategy))
+    }
+}
+
+/// The scenario of a request.
+pub fn scenario<'a>(request: &'a Request, graph: &'a ModelGraph) -> Scenario<'a> {
+    Scenario { model: &request.model, graph, workload: request.workload, machine: &request.machine }
+}
+
+/// Layers of each run of a model.
+pub fn run_lengths(request: &Request) -> LayerCounts {
+    let mut lengths = [0; MAX_LAYER_RUNS];
+    for (length, run) in lengths.iter_mut().zip(layer_runs(&request.model)) {
+        *length = run.count;
+    }
+    lengths
+}
+
+/// Searches the stated space of a checked request.
+///
+/// The result is the optimum: a layout is left out only under a rule of [`Pruning`], the last of which
+/// compares a true lower bound with the worst of the `top` layouts reported.
+pub fn search(request: &Request, graph: &ModelGraph) -> Outcome {
+    let scenario = scenario(request, graph);
+    let space = enumerate(request);
+    let table = block_table(scenario, &space);
+    let candidates = bound_candidates(scenario, &space, &table, run_lengths(request));
+    let mut outcome = Outcome {
+        best: Vec::new(),
+        enumerated: space.enumerated,
+        feasible: 0,
+        pruned: space.pruned,
+        rejected: space.rejected,
+        nearest: None,
+    };
+    for (index, candidate) in candidates.iter().enumerate() {
+        let worst = outcome.best.get(request.top.max(1) - 1);
+        if worst.is_some_and(|worst| candidate.bound.0 > worst.prediction.step.0) {
+            outcome.pruned.insert(Pruning::SlowerThanReported, (candidates.len() - index) as u64);
+            break;
+        }
+        match score(request, scenario, blocks_of(&table, &candidate.strategy), candidate) {
+            Some(scored) => {
+                outcome.feasible += 1;
+                insert(&mut outcome.best, scored, request.top.max(1));
+            }
+            None => *outcome.rejected.entry(Rejection::OutOfMemory).or_default() += 1,
+        }
+    }
+    if outcome.best.is_empty() {
+        outcome.nearest = nearest_miss(request, scenario, &table, &candidates);
+    }
+    outcome
+}
+
+fn insert(best: &mut Vec<Scored>, scored: Scored, most: usize) {
+    let place = best.partition_point(|other| other.precedes(&scored).is_lt());
+    if place < most {
+        best.insert(place, scored);
+        best.truncate(most);
+    }
+}
+
+fn block_table(scenario: Scenario, space: &Space) -> BlockTable {
+    let mut table = BlockTable::new();
+    for strategy in &space.open {
+        let key = (strategy.tensor_parallel, strategy.sequence_parallel, strategy.micro_batch);
+        table.entry(key).or_insert_with(|| costed_blocks(scenario, space.splits[&(key.0, key.1)], key.2));
+    }
+    table
+}
+
+fn blocks_of<'a>(table: &'a BlockTable, strategy: &Strategy) -> &'a PerBlock<CostedBlock> {
+    &table[&(strategy.tensor_parallel, strategy.sequence_parallel, strategy.micro_batch)]
+}
+
+/// Open layouts with their bounds, lowest first; equal bounds in the order of strategies.
+fn bound_candidates(scenario: Scenario, space: &Space, table: &BlockTable, layers: LayerCounts) -> Vec<Bounded> {
+    let bounded = space.open.iter().map(|strategy| {
+        let times = block_times(scenario, blocks_of(table, strategy), strategy);
+        let bound = step_lower_bound(scenario, &times, layers, strategy);
+        Bounded { strategy: strategy.clone(), times, bound }
+    });
+    let mut candidates: Vec<Bounded> = bounded.collect();
+    candidates.sort_by(|a, b| a.bound.0.total_cmp(&b.bound.0).then_with(|| a.strategy.cmp(&b.strategy)));
+    candidates
+}
+
+/// Splits a layout into stages and predicts it; `None` if it does not fit into memory.
+fn score(request: &Request, scenario: Scenario, blocks: &PerBlock<CostedBlock>, candidate: &Bounded) -> Option<Scored> {
+    let strategy = &candidate.strategy;
+    let problem = state_problem(scenario, blocks, &candidate.times, strategy, run_lengths(request));
+    let split = match scenario.machine.stack.offers.uneven_stages {
+        true => solve_by_threshold(&problem),
+        false => solve_evenly(&problem),
+    }?;
+    let scored = score_split(scenario, blocks, &candidate.times, strategy, &split);
+    (scored.fullest_stage().1 <= scenario.machine.usable_memory()).then_some(scored)
+}
+
+/// Predicts a layout with a given stage split, whether or not it fits.
+pub fn score_split(
+    scenario: Scenario,
+    blocks: &PerBlock<CostedBlock>,
+    times: &PerBlock<BlockTime>,
+    strategy: &Strategy,
+    split: &[LayerCounts],
+) -> Scored {
+    let count = split.len();
+    let content = |(stage, layers): (usize, &LayerCounts)| StageContent {
+        embedding: stage == 0,
+        layers: *layers,
+        head: stage + 1 == count,
+    };
+    let contents: Vec<StageContent> = split.iter().enumerate().map(content).collect();
+    let memory =
+        |(stage, content): (usize, &StageContent)| stage_memory_of(scenario, blocks, strategy, content, stage as u64);
+    Scored {
+        strategy: Strategy {
+            layers_per_stage: split.iter().map(|layers| layers.iter().sum()).collect(),
+            ..strategy.clone()
+        },
+        prediction: predict_step(scenario, blocks, times, strategy, &contents),
+        memory: contents.iter().enumerate().map(memory).collect(),
+        contents,
+    }
+}
+
+/// The layout whose fullest stage exceeds the usable memory by least.
+///
+/// Layouts are compared with their fastest split; the winner is then split for the least memory.
+fn nearest_miss(request: &Request, scenario: Scenario, table: &BlockTable, candidates: &[Bounded]) -> Option<Scored> {
+    let problem_of = |candidate: &Bounded| {
+        let blocks = blocks_of(table, &candidate.strategy);
+        state_problem(scenario, blocks, &candidate.times, &candidate.strategy, run_lengths(request))
+    };
+    let split_by = |candidate: &Bounded, solve: fn(&PartitionProblem) -> Option<Vec<LayerCounts>>| {
+        let split = solve(&PartitionProblem { capacity: f64::INFINITY, ..problem_of(candidate) })?;
+        let blocks = blocks_of(table, &candidate.strategy);
+        Some(score_split(scenario, blocks, &candidate.times, &candidate.strategy, &split))
+    };
+    let even = !scenario.machine.stack.offers.uneven_stages;
+    let fastest = if even { solve_evenly } else { solve_by_threshold };
+    let all = candidates.iter().filter_map(|candidate| Some((candidate, split_by(candidate, fastest)?)));
+    let by_memory = |a: &Scored, b: &Scored| a.fullest_stage().1.cmp(&b.fullest_stage().1).then_with(|| a.precedes(b));
+    let (candidate, scored) = all.min_by(|a, b| by_memory(&a.1, &b.1))?;
+    let leanest = if even { None } else { split_by(candidate, split_for_least_memory) };
+    Some(leanest.unwrap_or(scored))
+}
