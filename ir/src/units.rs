@@ -214,6 +214,7 @@ enum FlopsText {
 
 #[derive(Serialize, Deserialize)]
 #[serde(rename = "BytesPerSecond")]
+#[allow(clippy::enum_variant_names, reason = "the variants are units as files write them")]
 enum BandwidthText {
     BytesPerSecond(f64),
     GBPerSecond(f64),
@@ -223,6 +224,7 @@ enum BandwidthText {
 
 #[derive(Serialize, Deserialize)]
 #[serde(rename = "FlopsPerSecond")]
+#[allow(clippy::enum_variant_names, reason = "the variants are units as files write them")]
 enum FlopRateText {
     FlopsPerSecond(f64),
     TeraFlopsPerSecond(f64),

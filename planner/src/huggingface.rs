@@ -6,20 +6,17 @@
 //! A missing field means what it means to the library transformers; where that is another number for each
 //! model type, the field is required instead. The training step is not in such a file, so it stays open.
 
+mod config;
+
+use config::{Config, shown};
 use ir::error::{Error, Problem};
-use ir::model::{
-    Attention, Bias, DType, FeedForward, ModelSpec, NormKind, Position, Vocabulary, check_model as check_spec,
-};
+use ir::model::{Attention, Bias, FeedForward, ModelSpec, NormKind, Position, check_model};
 use ir::units::SequenceLength;
 use serde_json::{Map, Value};
 
-/// Longest name taken from `_name_or_path`; leaves room for an extension in a file name.
-const NAME_LIMIT: usize = 100;
-/// Longest part of a wrong value that a message repeats.
-const SHOWN_LIMIT: usize = 40;
 /// BLOOM's training length (arXiv 2211.05100, table 3), for files without `seq_length`.
 const BLOOM_SEQUENCE_LENGTH: u64 = 2048;
-/// Width between GPT-2's and BLOOM's matrices, in hidden sizes, where no other is given.
+/// Width between GPT-2's and BLOOM's matrices, in hidden sizes, where no other is given (transformers, `n_inner`).
 const GELU_EXPANSION: u64 = 4;
 
 /// Names that transformers gives to GeLU and its approximations by tanh.
@@ -77,7 +74,7 @@ pub fn import_config(text: &str, origin: &str) -> Result<ModelSpec, Error> {
     if !config.problems.is_empty() {
         return Err(Error::Invalid(config.problems));
     }
-    check_spec(&model, origin).map_err(|error| config.in_own_names(&error))?;
+    check_model(&model, origin).map_err(|error| config.in_own_names(&error))?;
     Ok(model)
 }
 
@@ -290,13 +287,9 @@ fn multi_latent(config: &mut Config) -> Attention {
         let help = "only latent attention with a compressed query can be represented";
         config.add("q_lora_rank is null: the query is not compressed", "q_lora_rank", help);
     }
-    let query_rank = match config.fields.get("q_lora_rank") {
-        Some(Value::Null) => 0,
-        _ => config.size("query_rank", &["q_lora_rank"]),
-    };
     Attention::MultiLatent {
         num_attention_heads: config.size("num_attention_heads", &["num_attention_heads"]),
-        query_rank,
+        query_rank: config.nullable_size("query_rank", "q_lora_rank").unwrap_or(0),
         key_value_rank: config.size("key_value_rank", &["kv_lora_rank"]),
         nope_head_dim: config.size("nope_head_dim", &["qk_nope_head_dim"]),
         rope_head_dim: config.size("rope_head_dim", &["qk_rope_head_dim"]),
@@ -305,11 +298,11 @@ fn multi_latent(config: &mut Config) -> Attention {
 }
 
 fn deepseek_experts(config: &mut Config) -> FeedForward {
-    if let Some(frequency) = config.optional_size("moe_layer_freq", &["moe_layer_freq"])
-        && frequency != 1
+    if let Some((name, value)) = config.find(&["moe_layer_freq"])
+        && *value != 1
     {
         let help = "only experts in every layer after the first dense ones can be represented";
-        config.add(format!("moe_layer_freq is {frequency}"), "moe_layer_freq", help);
+        config.add(format!("{name} is {}", shown(value)), name, help);
     }
     let first_dense_layers = config.size("first_dense_layers", &["first_k_dense_replace"]);
     FeedForward::MixtureOfExperts {
@@ -323,157 +316,271 @@ fn deepseek_experts(config: &mut Config) -> FeedForward {
     }
 }
 
-/// The file's fields, and what was found while reading them.
-///
-/// A field that cannot be read is noted as a problem and stands in as zero until all problems are reported.
-struct Config<'a> {
-    fields: &'a Map<String, Value>,
-    origin: &'a str,
-    model_type: &'static str,
-    /// Fields of `ModelSpec` and the fields of the file that they were read from.
-    names: Vec<(&'static str, &'static str)>,
-    problems: Vec<Problem>,
-}
+#[cfg(test)]
+mod tests {
+    use ir::graph::count_parameters;
 
-impl<'a> Config<'a> {
-    fn add(&mut self, what: impl Into<String>, field: &str, help: impl Into<String>) {
-        self.problems.push(Problem::new(what, format!("{}, field {field}", self.origin), help));
+    use super::*;
+
+    const GPT2: &str = r#"{"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+        "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12,
+        "n_positions": 1024, "resid_pdrop": 0.1, "summary_type": "cls_index", "vocab_size": 50257,
+        "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}}}"#;
+    const BLOOM: &str = r#"{"apply_residual_connection_post_layernorm": false, "architectures": ["BloomForCausalLM"],
+        "attention_softmax_in_fp32": true, "model_type": "bloom", "n_embed": 14336, "n_layer": 70,
+        "num_attention_heads": 112, "pretraining_tp": 4, "slow_but_exact": false, "vocab_size": 250880}"#;
+    const LLAMA_3_8B: &str = r#"{"_name_or_path": "meta-llama/Llama-3.1-8B", "architectures": ["LlamaForCausalLM"],
+        "attention_bias": false, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+        "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "llama", "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
+        "rope_scaling": {"factor": 8.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+        "tie_word_embeddings": false, "torch_dtype": "bfloat16", "vocab_size": 128256}"#;
+    const LLAMA_2_70B: &str = r#"{"_name_or_path": "llama-2-70b/", "hidden_act": "silu", "hidden_size": 8192,
+        "intermediate_size": 28672, "max_position_embeddings": 4096, "model_type": "llama", "num_attention_heads": 64,
+        "num_hidden_layers": 80, "num_key_value_heads": 8, "rope_scaling": null, "tie_word_embeddings": false,
+        "torch_dtype": "float16", "vocab_size": 32000}"#;
+    const MISTRAL: &str = r#"{"hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+        "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "sliding_window": 4096, "torch_dtype": "bfloat16", "vocab_size": 32000}"#;
+    const MIXTRAL: &str = r#"{"hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+        "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32,
+        "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+        "router_aux_loss_coef": 0.02, "sliding_window": null, "torch_dtype": "bfloat16", "vocab_size": 32000}"#;
+    const QWEN2: &str = r#"{"hidden_act": "silu", "hidden_size": 3584, "intermediate_size": 18944,
+        "max_position_embeddings": 131072, "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 28,
+        "num_hidden_layers": 28, "num_key_value_heads": 4, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+        "use_sliding_window": false, "vocab_size": 152064}"#;
+    const DEEPSEEK_V3: &str = r#"{"attention_bias": false, "first_k_dense_replace": 3, "hidden_act": "silu",
+        "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+        "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
+        "n_routed_experts": 256, "n_shared_experts": 1, "num_attention_heads": 128, "num_experts_per_tok": 8,
+        "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "quantization_config": {"quant_method": "fp8"},
+        "tie_word_embeddings": false, "torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 129280}"#;
+    const DEEPSEEK_V2: &str = r#"{"attention_bias": false, "first_k_dense_replace": 1, "hidden_act": "silu",
+        "hidden_size": 5120, "intermediate_size": 12288, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+        "model_type": "deepseek_v2", "moe_intermediate_size": 1536, "moe_layer_freq": 1, "n_routed_experts": 160,
+        "n_shared_experts": 2, "num_attention_heads": 128, "num_experts_per_tok": 6, "num_hidden_layers": 60,
+        "num_key_value_heads": 128, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "tie_word_embeddings": false, "torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 102400}"#;
+
+    /// A published file with some fields changed; `changes` is the inside of a JSON object.
+    fn with(text: &str, changes: &str) -> String {
+        let mut fields = read_object(text, "base").expect("the published file is an object");
+        fields.extend(read_object(&format!("{{{changes}}}"), "changes").expect("the changes are fields"));
+        Value::Object(fields).to_string()
     }
 
-    /// The first of a field's names that is present and not null; another with another value is a problem.
-    fn find(&mut self, names: &[&'static str]) -> Option<(&'static str, &'a Value)> {
-        let fields = self.fields;
-        let mut present =
-            names.iter().filter_map(|name| fields.get(*name).filter(|v| !v.is_null()).map(|v| (*name, v)));
-        let (name, value) = present.next()?;
-        if let Some((other, second)) = present.find(|(_, second)| *second != value) {
-            let what = format!("{name} is {} but {other} is {}", shown(value), shown(second));
-            self.add(what, other, "the two name one quantity: keep the right one");
+    fn without(text: &str, names: &[&str]) -> String {
+        let mut fields = read_object(text, "base").expect("the published file is an object");
+        fields.retain(|name, _| !names.contains(&name.as_str()));
+        Value::Object(fields).to_string()
+    }
+
+    fn import(text: &str) -> ModelSpec {
+        import_config(text, "config.json").unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    #[test]
+    fn published_files_give_the_published_counts() {
+        let table = [
+            (GPT2, "gpt2", 124_439_808),
+            (BLOOM, "bloom", 176_247_271_424),
+            (LLAMA_3_8B, "Llama-3.1-8B", 8_030_261_248),
+            (LLAMA_2_70B, "llama-2-70b", 68_976_648_192),
+            (MISTRAL, "mistral", 7_241_732_096),
+            (MIXTRAL, "mixtral", 46_702_792_704),
+            (QWEN2, "qwen2", 7_615_616_512),
+            (DEEPSEEK_V2, "deepseek_v2", 235_741_434_880),
+            (DEEPSEEK_V3, "deepseek_v3", 671_026_404_352),
+        ];
+        for (text, name, parameters) in table {
+            let model = import(text);
+            assert_eq!((model.name.as_str(), count_parameters(&model)), (name, parameters));
+            assert_eq!((model.sequence_length, model.global_batch), (None, None), "{name}");
         }
-        Some((name, value))
     }
 
-    fn size(&mut self, field: &'static str, names: &[&'static str]) -> u64 {
-        match self.optional_size(field, names) {
-            Some(size) => size,
-            None => self.missing(names),
+    /// The examples describe the same models; only names, sources and the training step differ.
+    #[test]
+    fn published_files_agree_with_the_examples() {
+        let table = [
+            (GPT2, include_str!("../../examples/gpt2-124m.ron")),
+            (LLAMA_3_8B, include_str!("../../examples/llama-3.1-8b.ron")),
+            (MIXTRAL, include_str!("../../examples/mixtral-8x7b.ron")),
+            (QWEN2, include_str!("../../examples/qwen2-7b.ron")),
+            (DEEPSEEK_V3, include_str!("../../examples/deepseek-v3.ron")),
+        ];
+        for (text, example) in table {
+            let example = ir::model::read_model(example, "example").unwrap_or_else(|error| panic!("{error}"));
+            let model = ModelSpec {
+                name: example.name.clone(),
+                source: example.source.clone(),
+                sequence_length: example.sequence_length,
+                global_batch: example.global_batch,
+                published_parameters: example.published_parameters,
+                ..import(text)
+            };
+            assert_eq!(model, example);
         }
     }
 
-    fn optional_size(&mut self, field: &'static str, names: &[&'static str]) -> Option<u64> {
-        let (name, value) = self.find(names)?;
-        self.names.push((field, name));
-        Some(value.as_u64().unwrap_or_else(|| {
-            let what = format!("{name} is {}, not a whole number", shown(value));
-            self.add(what, name, "give a whole number without a sign, a fraction or quotes");
-            0
-        }))
-    }
-
-    /// A field that may be null, but has no meaning of its own where it is absent.
-    fn nullable_size(&mut self, field: &'static str, name: &'static str) -> Option<u64> {
-        if !self.fields.contains_key(name) {
-            self.missing(&[name]);
+    #[test]
+    fn a_field_reaches_the_model() {
+        type Part = fn(&ModelSpec) -> String;
+        let name: Part = |model| model.name.clone();
+        let attention: Part = |model| format!("{:?}", model.attention);
+        let feed_forward: Part = |model| format!("{:?}", model.feed_forward);
+        let bias: Part = |model| format!("{:?}", model.bias);
+        let dtype: Part = |model| format!("{:?}", model.dtype);
+        let tied: Part = |model| model.tied_embedding.to_string();
+        let length: Part = |model| model.max_sequence_length.tokens().to_string();
+        let table: [(&str, &str, Part, &str); 24] = [
+            (GPT2, r#""n_inner": null"#, feed_forward, "Gelu { intermediate_size: 3072 }"),
+            (GPT2, r#""n_inner": 1000"#, feed_forward, "Gelu { intermediate_size: 1000 }"),
+            (GPT2, r#""scale_attn_by_inverse_layer_idx": true"#, tied, "true"),
+            (GPT2, r#""tie_word_embeddings": false"#, tied, "false"),
+            (GPT2, r#""torch_dtype": null"#, dtype, "BF16"),
+            (BLOOM, r#""seq_length": 4096"#, length, "4096"),
+            (BLOOM, r#""hidden_size": 14336"#, length, "2048"),
+            (BLOOM, r#""n_inner": 7"#, feed_forward, "Gelu { intermediate_size: 57344 }"),
+            (LLAMA_3_8B, r#""torch_dtype": "float16""#, dtype, "FP16"),
+            (LLAMA_3_8B, r#""torch_dtype": null, "dtype": "float32""#, dtype, "FP32"),
+            (LLAMA_3_8B, r#""attention_bias": true, "mlp_bias": true"#, bias, "All"),
+            (LLAMA_3_8B, r#""tie_word_embeddings": true"#, tied, "true"),
+            (LLAMA_3_8B, r#""num_key_value_heads": null"#, attention, "num_key_value_heads: None"),
+            (LLAMA_3_8B, r#""head_dim": 64"#, attention, "head_dim: Some(64)"),
+            (LLAMA_3_8B, r#""head_dim": null"#, attention, "head_dim: None"),
+            (LLAMA_3_8B, r#""_name_or_path": "C:\\models\\my_llama""#, name, "my_llama"),
+            (LLAMA_3_8B, r#""_name_or_path": "a/b c""#, name, "llama"),
+            (LLAMA_3_8B, r#""_name_or_path": "..""#, name, "llama"),
+            (LLAMA_3_8B, r#""_name_or_path": """#, name, "llama"),
+            (LLAMA_3_8B, r#""_name_or_path": 5"#, name, "llama"),
+            (MISTRAL, r#""num_key_value_heads": null"#, attention, "num_key_value_heads: None"),
+            (QWEN2, r#""hidden_act": "swish""#, bias, "QueryKeyValue"),
+            (DEEPSEEK_V3, r#""n_shared_experts": null"#, feed_forward, "num_shared_experts: 0"),
+            (DEEPSEEK_V3, r#""first_k_dense_replace": 0"#, feed_forward, "dense_intermediate_size: None"),
+        ];
+        for (base, changes, part, expected) in table {
+            let found = part(&import(&with(base, changes)));
+            assert!(found.contains(expected), "{changes} gave {found}, not {expected}");
         }
-        self.optional_size(field, &[name])
+        assert_eq!(import(&without(LLAMA_3_8B, &["num_key_value_heads"])).attention.num_key_value_heads(), 32);
     }
 
-    fn missing(&mut self, names: &[&'static str]) -> u64 {
-        let (first, others) = names.split_first().map_or(("", &[][..]), |(first, others)| (*first, others));
-        let alias = if others.is_empty() { String::new() } else { format!(" (also called {})", others.join(", ")) };
-        let help = format!("a config.json of model_type {} has it; add the model's number", self.model_type);
-        self.add(format!("{first}{alias} is missing"), first, help);
-        0
+    /// Each problem's first line and location, as `what @ where`.
+    fn problems(text: &str) -> Vec<String> {
+        let error = import_config(text, "config.json").expect_err("the file is wrong");
+        let short = |problem: &Problem| format!("{} @ {}", problem.what, problem.location);
+        assert!(error.problems().iter().all(|problem| !problem.help.is_empty()));
+        error.problems().iter().map(short).collect()
     }
 
-    fn flag(&mut self, name: &'static str, default: bool) -> bool {
-        let Some((_, value)) = self.find(&[name]) else { return default };
-        value.as_bool().unwrap_or_else(|| {
-            self.add(format!("{name} is {}", shown(value)), name, "write true or false, without quotes");
-            default
-        })
-    }
-
-    fn refuse_true(&mut self, name: &'static str, help: &str) {
-        if self.flag(name, false) {
-            self.add(format!("{name} is true"), name, help);
+    #[test]
+    fn a_field_that_cannot_be_represented_is_refused() {
+        let table = [
+            (GPT2, r#""activation_function": "relu""#, "activation_function \"relu\" cannot be represented @"),
+            (GPT2, r#""activation_function": 3"#, "activation_function 3 cannot be represented @"),
+            (GPT2, r#""add_cross_attention": true"#, "add_cross_attention is true @"),
+            (GPT2, r#""architectures": ["GPT2DoubleHeadsModel"]"#, "the head of \"GPT2DoubleHeadsModel\" is no"),
+            (GPT2, r#""n_head": 7"#, "n_head 7 does not divide hidden_size 768 @ config.json, field n_head"),
+            (GPT2, r#""n_layer": 0"#, "n_layer is 0 @ config.json, field n_layer"),
+            (GPT2, r#""n_layer": -1"#, "n_layer is -1, not a whole number @ config.json, field n_layer"),
+            (GPT2, r#""n_layer": 1.5"#, "n_layer is 1.5, not a whole number @"),
+            (GPT2, r#""n_layer": "12""#, "n_layer is \"12\", not a whole number @"),
+            (GPT2, r#""n_layer": [12]"#, "n_layer is a list, not a whole number @"),
+            (GPT2, r#""n_layer": 1e30"#, "n_layer is 1e+30, not a whole number @"),
+            (GPT2, r#""n_embd": 18446744073709551615"#, "n_embd is 18446744073709551615 @ config.json, field n_embd"),
+            (GPT2, r#""n_embd": 134217736, "n_head": 1"#, "intermediate_size is 536870944 @"),
+            (GPT2, r#""hidden_size": 64"#, "n_embd is 768 but hidden_size is 64 @ config.json, field hidden_size"),
+            (GPT2, r#""vocab_size": 0"#, "vocab_size is 0 @ config.json, field vocab_size"),
+            (GPT2, r#""tie_word_embeddings": "yes""#, "tie_word_embeddings is \"yes\" @"),
+            (GPT2, r#""model_type": "gpt_neox""#, "model_type \"gpt_neox\" cannot be represented @"),
+            (GPT2, r#""model_type": 3"#, "model_type 3 cannot be represented @ config.json, field model_type"),
+            (BLOOM, r#""apply_residual_connection_post_layernorm": true"#, "post_layernorm is true @"),
+            (LLAMA_3_8B, r#""attention_bias": true"#, "attention_bias is true and mlp_bias is false @"),
+            (LLAMA_3_8B, r#""mlp_bias": true"#, "mlp_bias is true @ config.json, field mlp_bias"),
+            (LLAMA_3_8B, r#""mlp_bias": 1"#, "mlp_bias is 1 @"),
+            (LLAMA_3_8B, r#""hidden_act": "gelu""#, "hidden_act \"gelu\" cannot be represented @"),
+            (LLAMA_3_8B, r#""torch_dtype": "float8_e4m3fn""#, "torch_dtype is \"float8_e4m3fn\" @"),
+            (LLAMA_3_8B, r#""dtype": "float16""#, "dtype is \"float16\" but torch_dtype is \"bfloat16\" @"),
+            (LLAMA_3_8B, r#""num_key_value_heads": 5"#, "num_key_value_heads 5 does not divide"),
+            (MISTRAL, r#""attention_bias": true"#, "attention_bias is true @"),
+            (
+                MIXTRAL,
+                r#""num_experts_per_tok": 9"#,
+                "num_experts_per_tok 9 exceeds num_experts 8 @ config.json, field",
+            ),
+            (DEEPSEEK_V3, r#""q_lora_rank": null"#, "q_lora_rank is null: the query is not compressed @"),
+            (DEEPSEEK_V3, r#""moe_layer_freq": 2"#, "moe_layer_freq is 2 @ config.json, field moe_layer_freq"),
+            (DEEPSEEK_V3, r#""moe_layer_freq": [0, 1]"#, "moe_layer_freq is a list @"),
+            (DEEPSEEK_V3, r#""attention_bias": true"#, "attention_bias is true @"),
+            (DEEPSEEK_V3, r#""first_k_dense_replace": 62"#, "first_k_dense_replace 62 exceeds num_layers 61 @"),
+        ];
+        for (base, changes, expected) in table {
+            let found = problems(&with(base, changes));
+            assert!(found.len() == 1 && found[0].contains(expected), "{changes} gave {found:?}, not {expected}");
         }
     }
 
-    /// The activation, where it is named; the default of each model type can be represented.
-    fn check_activation(&mut self, name: &'static str, accepted: &[&str]) {
-        let Some((_, value)) = self.find(&[name]) else { return };
-        if !value.as_str().is_some_and(|given| accepted.contains(&given)) {
-            let help = format!("layers of model_type {} can have {}", self.model_type, accepted.join(", "));
-            self.add(format!("{name} {} cannot be represented", shown(value)), name, help);
+    #[test]
+    fn missing_fields_are_reported_together() {
+        let table: [(&str, &[&str], &[&str]); 5] = [
+            (GPT2, &["n_head", "vocab_size"], &["n_head or num_attention_heads is missing", "vocab_size is missing"]),
+            (MISTRAL, &["num_key_value_heads"], &["num_key_value_heads is missing"]),
+            (DEEPSEEK_V3, &["q_lora_rank", "v_head_dim"], &["q_lora_rank is missing", "v_head_dim is missing"]),
+            (DEEPSEEK_V3, &["n_shared_experts"], &["n_shared_experts is missing"]),
+            (LLAMA_3_8B, &["model_type"], &["model_type is missing @ config.json, field model_type"]),
+        ];
+        for (base, names, expected) in table {
+            let found = problems(&without(base, names));
+            let all = found.len() == expected.len() && found.iter().zip(expected).all(|(f, e)| f.starts_with(e));
+            assert!(all, "without {names:?}: {found:?}, not {expected:?}");
         }
     }
 
-    fn dtype(&mut self) -> DType {
-        let Some((name, value)) = self.find(&["dtype", "torch_dtype"]) else { return DType::BF16 };
-        match value.as_str().map(|given| given.trim_start_matches("torch.")) {
-            Some("bfloat16") => DType::BF16,
-            Some("float16") => DType::FP16,
-            Some("float32") => DType::FP32,
-            _ => {
-                let help = "write bfloat16, float16 or float32";
-                self.add(format!("{name} is {}", shown(value)), name, help);
-                DType::BF16
+    #[test]
+    fn malformed_text_is_a_syntax_error() {
+        let deep = "[".repeat(100_000);
+        let table = [
+            ("", "the file is empty @ config.json"),
+            ("[1, 2]", "the file holds a list, not an object @ config.json, line 1, column 1"),
+            ("{\"n_layer\":\n 12,}", "trailing comma @ config.json, line 2, column 5"),
+            ("{\"n_layer\": NaN}", "expected value @ config.json, line 1, column 13"),
+            ("{\"n_layer\": 1", "EOF while parsing an object @ config.json, line 1, column 13"),
+            (deep.as_str(), "recursion limit exceeded @ config.json, line 1, column 128"),
+        ];
+        for (text, expected) in table {
+            assert!(matches!(import_config(text, "config.json"), Err(Error::Syntax(_))), "{expected}");
+            assert_eq!(problems(text), [expected]);
+        }
+    }
+
+    #[test]
+    fn no_value_of_a_field_panics() {
+        let values = ["null", "true", "0", "-1", "0.5", "1e300", "18446744073709551615", "\"\"", "[]", "{}"];
+        for text in [GPT2, BLOOM, LLAMA_3_8B, MISTRAL, MIXTRAL, QWEN2, DEEPSEEK_V2, DEEPSEEK_V3] {
+            for name in read_object(text, "base").expect("the published file is an object").keys() {
+                for value in values {
+                    let result = import_config(&with(text, &format!("{name:?}: {value}")), "config.json");
+                    assert!(result.is_ok() || result.is_err_and(|error| !error.problems().is_empty()));
+                }
             }
         }
     }
 
-    fn vocabulary(&mut self) -> Vocabulary {
-        let size = self.size("vocabulary.size", &["vocab_size"]);
-        self.names.push(("vocabulary.padded", "vocab_size"));
-        Vocabulary { size, padded: None }
-    }
-
-    /// The last component of `_name_or_path`, if a file can be called so, else the model type.
-    fn model_name(&self) -> String {
-        let path = self.fields.get("_name_or_path").and_then(Value::as_str).unwrap_or("");
-        let last = path.trim_end_matches(['/', '\\']).rsplit(['/', '\\']).next().unwrap_or("");
-        let usable = last.len() <= NAME_LIMIT
-            && last.starts_with(|c: char| c.is_ascii_alphanumeric())
-            && last.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
-        if usable { last.to_owned() } else { self.model_type.to_owned() }
-    }
-
-    fn source(&self) -> String {
-        format!("Hugging Face config.json, model_type {}", self.model_type)
-    }
-
-    /// The problems of a checked `ModelSpec`, in the names that the file uses.
-    fn in_own_names(&self, error: &Error) -> Error {
-        let mut problems: Vec<Problem> = error.problems().iter().map(|problem| self.rename(problem)).collect();
-        problems.dedup();
-        Error::Invalid(problems)
-    }
-
-    fn rename(&self, problem: &Problem) -> Problem {
-        let location = |field: &str| format!("{}, field {field}", self.origin);
-        let Some((field, name)) = self.names.iter().find(|(field, _)| problem.location == location(field)) else {
-            return problem.clone();
-        };
-        let what = match problem.what.strip_prefix(field) {
-            Some(rest) => format!("{name}{rest}"),
-            None => problem.what.clone(),
-        };
-        Problem::new(what, location(name), problem.help.clone())
-    }
-}
-
-/// A value as JSON writes it, cut to a length that a message can hold.
-fn shown(value: &Value) -> String {
-    match value {
-        Value::Array(_) => "a list".to_owned(),
-        Value::Object(_) => "an object".to_owned(),
-        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {
-            let text = value.to_string();
-            match text.char_indices().nth(SHOWN_LIMIT) {
-                Some((end, _)) => format!("{}...", &text[..end]),
-                None => text,
-            }
+    #[test]
+    fn an_unknown_model_type_lists_the_known() {
+        let error = import_config(r#"{"model_type": "t5"}"#, "config.json").expect_err("t5 is no decoder");
+        for (name, _) in MODEL_TYPES {
+            assert!(error.to_string().contains(name), "{name} is not listed in {error}");
         }
+    }
+
+    #[test]
+    fn long_values_are_cut_between_characters() {
+        let text = with(GPT2, &format!(r#""model_type": "{}""#, "é".repeat(1000)));
+        assert!(problems(&text)[0].len() < 200);
     }
 }

@@ -6,7 +6,6 @@ pub mod error;
 pub mod examples;
 pub mod explain;
 pub mod huggingface;
-pub mod huggingface;
 pub mod lower;
 pub mod partition;
 pub mod report;

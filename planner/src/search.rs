@@ -9,6 +9,7 @@ use cost_models::step::{
 };
 use ir::graph::ModelGraph;
 use ir::model::{MAX_LAYER_RUNS, layer_runs};
+use ir::sharding::tensor_split;
 use ir::strategy::Strategy;
 use ir::units::{Bytes, Seconds};
 
@@ -167,6 +168,20 @@ fn score(request: &Request, scenario: Scenario, blocks: &PerBlock<CostedBlock>, 
     }?;
     let scored = score_split(scenario, blocks, &candidate.times, strategy, &split);
     (scored.fullest_stage().1 <= scenario.machine.usable_memory()).then_some(scored)
+}
+
+/// Predicts one layout, whether or not it fits: with the split that fits and is fastest, else the fastest.
+///
+/// `None` if the tensor degree cannot split the model or there are more stages than layers.
+pub fn score_layout(request: &Request, graph: &ModelGraph, strategy: &Strategy) -> Option<Scored> {
+    let scenario = scenario(request, graph);
+    let split = tensor_split(&request.model, strategy.tensor_parallel, strategy.sequence_parallel).ok()?;
+    let blocks = costed_blocks(scenario, split, strategy.micro_batch);
+    let times = block_times(scenario, &blocks, strategy);
+    let problem = state_problem(scenario, &blocks, &times, strategy, run_lengths(request));
+    let unlimited = || solve_by_threshold(&PartitionProblem { capacity: f64::INFINITY, ..problem.clone() });
+    let layers = solve_by_threshold(&problem).or_else(unlimited)?;
+    Some(score_split(scenario, &blocks, &times, strategy, &layers))
 }
 
 /// Predicts a layout with a given stage split, whether or not it fits.

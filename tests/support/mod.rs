@@ -1,0 +1,39 @@
+//! What several tests share: profiles by name, example models, published rows.
+
+#![allow(dead_code, reason = "each test uses a part")]
+
+pub mod published;
+
+use cost_models::machine::Machine;
+use hardware_profiles::{find_cluster, find_device, find_stack};
+use ir::model::{ModelSpec, read_model, workload};
+use planner::request::{FixedChoices, Request, check_request};
+
+/// A machine from built-in profiles.
+pub fn machine(cluster: &str, stack: &str, node_gpus: u64) -> Machine {
+    let cluster = find_cluster(cluster, "test").expect("the cluster is built in");
+    let device = find_device(&cluster.device, "test").expect("the device is built in");
+    let stack = find_stack(stack, "test").expect("the stack is built in");
+    Machine { device, cluster, stack, node_gpus }
+}
+
+/// An example model by file name without extension.
+pub fn example(name: &str) -> ModelSpec {
+    let path = format!("{}/../examples/{name}.ron", env!("CARGO_MANIFEST_DIR"));
+    let text = std::fs::read_to_string(&path).expect("the example exists");
+    read_model(&text, &path).expect("the example is sound")
+}
+
+/// A checked request for a model.
+pub fn request(model: ModelSpec, machine: Machine, gpus: u64, fixed: FixedChoices) -> Request {
+    let workload = workload(&model, "model.ron", None, None).expect("the model states its workload");
+    let request = Request { model, origin: "model.ron".to_owned(), workload, machine, gpus, fixed, top: 10 };
+    check_request(&request).expect("the request is sound");
+    request
+}
+
+/// The median; sorts the values.
+pub fn median(values: &mut [f64]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
