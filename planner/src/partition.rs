@@ -101,3 +101,95 @@ pub fn state_problem(
         capacity: scenario.machine.usable_memory().0 as f64,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// A chain like a transformer's: embedding work in front, head work behind, early stages heavier.
+    fn problem(
+        layers: LayerCounts,
+        stages: usize,
+        layer_time: [f64; 2],
+        ends: [f64; 2],
+        capacity: f64,
+    ) -> PartitionProblem {
+        let terms = |stage: usize| {
+            let front = if stage == 0 { ends[0] } else { 0.0 };
+            let back = if stage + 1 == stages { ends[1] } else { 0.0 };
+            let in_flight = (stages - stage) as f64;
+            StageTerms {
+                fixed_time: front + back,
+                fixed_memory: 1e9 * (1.0 + front),
+                layer_memory: [2e9 + 0.2e9 * in_flight, 3e9 + 0.3e9 * in_flight],
+            }
+        };
+        PartitionProblem { layers, layer_time, stages: (0..stages).map(terms).collect(), capacity }
+    }
+
+    fn check_split(problem: &PartitionProblem, split: &[LayerCounts]) {
+        let placed = split.iter().fold([0, 0], |sum, counts| [sum[0] + counts[0], sum[1] + counts[1]]);
+        assert_eq!(placed, problem.layers);
+        for (stage, counts) in split.iter().enumerate() {
+            assert!(counts.iter().sum::<u64>() >= 1, "stage {stage} is empty: {split:?}");
+            assert!(problem.memory(stage, *counts) <= problem.capacity * (1.0 + 1e-6), "stage {stage}: {split:?}");
+        }
+        let second = split.iter().position(|counts| counts[1] > 0).unwrap_or(split.len());
+        assert!(split.iter().skip(second + 1).all(|counts| counts[0] == 0), "runs are out of order: {split:?}");
+    }
+
+    fn compare(problem: &PartitionProblem) {
+        let [exact, program] = [solve_by_threshold(problem), solve_by_integer_program(problem)];
+        assert_eq!(exact.is_some(), program.is_some(), "{exact:?} against {program:?} for {problem:?}");
+        let (Some(exact), Some(program)) = (exact, program) else { return };
+        check_split(problem, &exact);
+        check_split(problem, &program);
+        let [a, b] = [problem.slowest(&exact), problem.slowest(&program)];
+        assert!((a / b - 1.0).abs() < 1e-6, "{a} by {exact:?}, {b} by {program:?}");
+    }
+
+    #[test]
+    fn bloom_gives_end_stages_one_layer_less() {
+        let problem = problem([70, 0], 12, [1.0, 0.0], [0.9, 0.9], f64::INFINITY);
+        let split = solve_by_threshold(&problem).expect("memory is unlimited");
+        let counts: Vec<u64> = split.iter().map(|counts| counts[0]).collect();
+        assert_eq!(counts, [5, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 5]);
+    }
+
+    #[test]
+    fn more_stages_than_layers_have_no_split() {
+        let problem = problem([3, 0], 4, [1.0, 0.0], [0.0, 0.0], f64::INFINITY);
+        assert_eq!(solve_by_threshold(&problem), None);
+        assert_eq!(split_for_least_memory(&problem), None);
+    }
+
+    #[test]
+    fn least_memory_is_no_more_than_the_fastest_split_has() {
+        let problem = problem([40, 0], 8, [1.0, 0.0], [0.5, 2.0], f64::INFINITY);
+        let fullest = |split: &[LayerCounts]| {
+            split.iter().enumerate().map(|(stage, counts)| problem.memory(stage, *counts)).fold(0.0, f64::max)
+        };
+        let [lean, fast] =
+            [split_for_least_memory(&problem), solve_by_threshold(&problem)].map(|split| split.expect("fits"));
+        assert!(fullest(&lean) < fullest(&fast));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(60))]
+        #[test]
+        fn one_run_agrees_with_the_integer_program(
+            layers in 1u64..60, stages in 1usize..9, front in 0.0f64..2.0, back in 0.0f64..3.0, memory in 10.0f64..120.0,
+        ) {
+            compare(&problem([layers, 0], stages, [1.0, 0.0], [front, back], memory * 1e9));
+        }
+
+        #[test]
+        fn two_runs_agree_with_the_integer_program(
+            dense in 1u64..4, experts in 1u64..16, stages in 1usize..5, ratio in 0.3f64..3.0, back in 0.0f64..3.0,
+            memory in 10.0f64..80.0,
+        ) {
+            compare(&problem([dense, experts], stages, [1.0, ratio], [0.2, back], memory * 1e9));
+        }
+    }
+}

@@ -158,14 +158,19 @@ fn bound_candidates(scenario: Scenario, space: &Space, table: &BlockTable, layer
     candidates
 }
 
+/// The fastest split that fits, of those that the stack offers.
+fn fastest_split(scenario: Scenario, problem: &PartitionProblem) -> Option<Vec<LayerCounts>> {
+    match scenario.machine.stack.offers.uneven_stages {
+        true => solve_by_threshold(problem),
+        false => solve_evenly(problem),
+    }
+}
+
 /// Splits a layout into stages and predicts it; `None` if it does not fit into memory.
 fn score(request: &Request, scenario: Scenario, blocks: &PerBlock<CostedBlock>, candidate: &Bounded) -> Option<Scored> {
     let strategy = &candidate.strategy;
     let problem = state_problem(scenario, blocks, &candidate.times, strategy, run_lengths(request));
-    let split = match scenario.machine.stack.offers.uneven_stages {
-        true => solve_by_threshold(&problem),
-        false => solve_evenly(&problem),
-    }?;
+    let split = fastest_split(scenario, &problem)?;
     let scored = score_split(scenario, blocks, &candidate.times, strategy, &split);
     (scored.fullest_stage().1 <= scenario.machine.usable_memory()).then_some(scored)
 }
@@ -179,8 +184,8 @@ pub fn score_layout(request: &Request, graph: &ModelGraph, strategy: &Strategy) 
     let blocks = costed_blocks(scenario, split, strategy.micro_batch);
     let times = block_times(scenario, &blocks, strategy);
     let problem = state_problem(scenario, &blocks, &times, strategy, run_lengths(request));
-    let unlimited = || solve_by_threshold(&PartitionProblem { capacity: f64::INFINITY, ..problem.clone() });
-    let layers = solve_by_threshold(&problem).or_else(unlimited)?;
+    let unlimited = || fastest_split(scenario, &PartitionProblem { capacity: f64::INFINITY, ..problem.clone() });
+    let layers = fastest_split(scenario, &problem).or_else(unlimited)?;
     Some(score_split(scenario, &blocks, &times, strategy, &layers))
 }
 
@@ -220,16 +225,17 @@ fn nearest_miss(request: &Request, scenario: Scenario, table: &BlockTable, candi
         let blocks = blocks_of(table, &candidate.strategy);
         state_problem(scenario, blocks, &candidate.times, &candidate.strategy, run_lengths(request))
     };
-    let split_by = |candidate: &Bounded, solve: fn(&PartitionProblem) -> Option<Vec<LayerCounts>>| {
-        let split = solve(&PartitionProblem { capacity: f64::INFINITY, ..problem_of(candidate) })?;
+    let predicted = |candidate: &Bounded, split: Option<Vec<LayerCounts>>| {
         let blocks = blocks_of(table, &candidate.strategy);
-        Some(score_split(scenario, blocks, &candidate.times, &candidate.strategy, &split))
+        Some(score_split(scenario, blocks, &candidate.times, &candidate.strategy, &split?))
     };
-    let even = !scenario.machine.stack.offers.uneven_stages;
-    let fastest = if even { solve_evenly } else { solve_by_threshold };
-    let all = candidates.iter().filter_map(|candidate| Some((candidate, split_by(candidate, fastest)?)));
+    let unlimited = |candidate: &Bounded| PartitionProblem { capacity: f64::INFINITY, ..problem_of(candidate) };
+    let fastest = |candidate: &Bounded| predicted(candidate, fastest_split(scenario, &unlimited(candidate)));
+    let all = candidates.iter().filter_map(|candidate| Some((candidate, fastest(candidate)?)));
     let by_memory = |a: &Scored, b: &Scored| a.fullest_stage().1.cmp(&b.fullest_stage().1).then_with(|| a.precedes(b));
     let (candidate, scored) = all.min_by(|a, b| by_memory(&a.1, &b.1))?;
-    let leanest = if even { None } else { split_by(candidate, split_for_least_memory) };
-    Some(leanest.unwrap_or(scored))
+    match scenario.machine.stack.offers.uneven_stages {
+        true => predicted(candidate, split_for_least_memory(&unlimited(candidate))),
+        false => Some(scored),
+    }
 }
