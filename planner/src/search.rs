@@ -177,20 +177,42 @@ fn score(request: &Request, scenario: Scenario, blocks: &PerBlock<CostedBlock>, 
 
 /// Predicts one layout, whether or not it fits: with the split that fits and is fastest, else the fastest.
 ///
-/// `None` if the tensor degree cannot split the model or there are more stages than layers.
+/// `None` if the tensor degree cannot split the model or no stage split exists.
 pub fn score_layout(request: &Request, graph: &ModelGraph, strategy: &Strategy) -> Option<Scored> {
     let scenario = scenario(request, graph);
-    let split = tensor_split(&request.model, strategy.tensor_parallel, strategy.sequence_parallel).ok()?;
-    let blocks = costed_blocks(scenario, split, strategy.micro_batch);
-    let times = block_times(scenario, &blocks, strategy);
+    let (blocks, times) = costs_of(request, scenario, strategy)?;
     let problem = state_problem(scenario, &blocks, &times, strategy, run_lengths(request));
     let unlimited = || fastest_split(scenario, &PartitionProblem { capacity: f64::INFINITY, ..problem.clone() });
-    let layers = fastest_split(scenario, &problem).or_else(unlimited)?;
-    Some(score_split(scenario, &blocks, &times, strategy, &layers))
+    let split = fastest_split(scenario, &problem).or_else(unlimited)?;
+    Some(score_split(scenario, &blocks, &times, strategy, &split))
 }
 
-/// Predicts a layout with a given stage split, whether or not it fits.
-pub fn score_split(
+/// Predicts one layout with a stage split given by the caller, whether or not it fits.
+///
+/// `None` if the tensor degree cannot split the model.
+pub fn score_given_split(
+    request: &Request,
+    graph: &ModelGraph,
+    strategy: &Strategy,
+    split: &[LayerCounts],
+) -> Option<Scored> {
+    let scenario = scenario(request, graph);
+    let (blocks, times) = costs_of(request, scenario, strategy)?;
+    Some(score_split(scenario, &blocks, &times, strategy, split))
+}
+
+fn costs_of(
+    request: &Request,
+    scenario: Scenario,
+    strategy: &Strategy,
+) -> Option<(PerBlock<CostedBlock>, PerBlock<BlockTime>)> {
+    let split = tensor_split(&request.model, strategy.tensor_parallel, strategy.sequence_parallel).ok()?;
+    let blocks = costed_blocks(scenario, split, strategy.micro_batch);
+    Some((blocks, block_times(scenario, &blocks, strategy)))
+}
+
+/// Predicts a layout with a given stage split.
+fn score_split(
     scenario: Scenario,
     blocks: &PerBlock<CostedBlock>,
     times: &PerBlock<BlockTime>,
