@@ -89,6 +89,10 @@ fn time_errors_stay_within_what_was_reached() {
         errors.push(error);
     }
     let mean = errors.iter().map(|error| error.abs()).sum::<f64>() / errors.len() as f64;
+    let width = machine("dgx-a100-80gb", "megatron-deepspeed-2022", 8).stack.relative_error_90.value;
+    let covered = errors.iter().filter(|error| (1.0 / (1.0 + **error) - 1.0).abs() <= width).count();
+    println!("the 90 % interval covers {covered} of {}", errors.len());
+    assert!((0.85..=0.95).contains(&(covered as f64 / errors.len() as f64)), "{covered}");
     println!("{} rows: mean {:.1} %, median {:+.1} %", errors.len(), mean * 100.0, median(&mut errors) * 100.0);
     assert!(errors.len() >= 75 && mean <= TIME_ERROR, "mean error {mean}");
 }

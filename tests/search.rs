@@ -54,9 +54,9 @@ fn brute_force(request: &Request) -> (Option<Scored>, u64) {
                                 layers_per_stage: Vec::new(),
                             };
                             let whole = batch % (micro_batch * data) == 0
-                                && (!sequence_parallel || request.workload.sequence_length % tensor == 0)
+                                && (!sequence_parallel || request.workload.sequence_length.is_multiple_of(tensor))
                                 && (pipeline == 1 || offers.pipeline_zero_stages.contains(&zero_stage))
-                                && (offers.uneven_stages || request.model.num_layers % pipeline == 0);
+                                && (offers.uneven_stages || request.model.num_layers.is_multiple_of(pipeline));
                             if !whole {
                                 continue;
                             }

@@ -220,7 +220,7 @@ pub fn stage_time(
     transfer: Seconds,
     machine: &Machine,
 ) -> StageTime {
-    let blocking = if machine.stack.overlap.pipeline_sends { Seconds(0.0) } else { transfer };
+    let blocking = blocking(transfer, machine);
     let mut stage = StageTime { forward: machine.stack.overhead.micro_batch.value, backward: Seconds(0.0) };
     for (count, block) in times.parts(content) {
         stage.forward += block.pass.forward * count as f64;
@@ -233,6 +233,11 @@ pub fn stage_time(
         stage.backward += blocking;
     }
     stage
+}
+
+/// The part of a transfer during which a stage waits.
+fn blocking(transfer: Seconds, machine: &Machine) -> Seconds {
+    if machine.stack.overlap.pipeline_sends { Seconds(0.0) } else { transfer }
 }
 
 /// Whether a stage is at an end of the pipeline.
@@ -422,7 +427,7 @@ pub fn predict_step(
     let at = |(index, content)| stage_time(content, times, position(index), transfer, machine);
     let stages: Vec<StageTime> = contents.iter().enumerate().map(at).collect();
     let micro_batches = strategy.num_micro_batches();
-    let edge = if machine.stack.overlap.pipeline_sends { transfer } else { Seconds(0.0) };
+    let edge = transfer - blocking(transfer, machine);
     let pipeline = pipeline_time(strategy.schedule, &stages, micro_batches, edge);
     let tails =
         contents.iter().zip(&stages).map(|(content, pass)| stage_tail(scenario, strategy, blocks, content, *pass));
@@ -436,12 +441,14 @@ pub fn predict_step(
     let busy = stages[slowest].total() * micro_batches as f64;
     let overhead = machine.stack.overhead.micro_batch.value * micro_batches as f64;
     let data = per_step(|block| block.data);
-    let named = per_step(|b| b.compute) + per_step(|b| b.recomputation) + per_step(|b| b.tensor) + data + overhead;
+    let StagePosition { first, last } = position(slowest);
+    let transfers = u64::from(!first) + u64::from(!last);
+    let blocked = blocking(transfer, machine) * (transfers * micro_batches) as f64;
     let terms = BTreeMap::from([
         (TimeTerm::Compute, per_step(|block| block.compute)),
         (TimeTerm::Recomputation, per_step(|block| block.recomputation)),
         (TimeTerm::TensorCommunication, per_step(|block| block.tensor)),
-        (TimeTerm::PipelineCommunication, Seconds((busy - named).0.max(0.0))),
+        (TimeTerm::PipelineCommunication, blocked),
         (TimeTerm::Bubble, Seconds((pipeline - busy).0.max(0.0))),
         (TimeTerm::DataCommunication, data + tail.data),
         (TimeTerm::Optimizer, tail.optimizer),

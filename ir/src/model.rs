@@ -138,6 +138,7 @@ pub enum NormKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Bias {
     /// None.
+    #[serde(rename = "Nothing", alias = "None")]
     None,
     /// Only query, key and value (Qwen2).
     QueryKeyValue,

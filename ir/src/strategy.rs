@@ -56,6 +56,7 @@ pub enum ZeroStage {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Recompute {
     /// Nothing.
+    #[serde(rename = "Nothing", alias = "None")]
     None,
     /// The attention core (Korthikanti et al., arXiv 2205.05198, section 5).
     Selective,

@@ -6,17 +6,23 @@ use ir::graph::ModelGraph;
 use ir::mesh::{Axis, build_mesh};
 use ir::plan::TimeTerm;
 use ir::strategy::{Recompute, Strategy};
+use ir::units::Seconds;
 
 use crate::error::Error;
+use crate::partition::solve_by_integer_program;
 use crate::request::{FixedChoices, Request, check_request};
-use crate::search::{Outcome, Scored, run_lengths, search};
+use crate::search::{Outcome, Scored, nearest_miss, partition_of, search};
 
 /// Most multiples of the given GPU count that are tried to find one that fits.
 const GPU_MULTIPLES: [u64; 10] = [2, 3, 4, 6, 8, 12, 16, 32, 64, 128];
 
+/// Most stages for which the integer program is asked as well (milliseconds; it slows down beyond).
+const MOST_PROGRAM_STAGES: u64 = 16;
+
 /// Sentences on the choices that users ask about.
 pub fn explain(request: &Request, graph: &ModelGraph, winner: &Scored) -> Vec<String> {
     let mut sentences = vec![memory_sentence(request, winner)];
+    sentences.extend(split_sentence(request, graph, winner));
     sentences.extend(tensor_across_domains(request, graph, winner));
     sentences
 }
@@ -45,6 +51,24 @@ fn memory_sentence(request: &Request, winner: &Scored) -> String {
         "the fullest rank is on stage {stage}: {used} of {usable} usable ({} less the stack's margin)",
         request.machine.device.memory.value
     )
+}
+
+/// The stage split checked by the integer program, where that takes a moment only.
+fn split_sentence(request: &Request, graph: &ModelGraph, winner: &Scored) -> Option<String> {
+    let stages = winner.strategy.pipeline_parallel;
+    let uneven = request.machine.stack.offers.uneven_stages;
+    if !(2..=MOST_PROGRAM_STAGES).contains(&stages) || !uneven {
+        return None;
+    }
+    let problem = partition_of(request, graph, &winner.strategy)?;
+    let program = problem.slowest(&solve_by_integer_program(&problem)?);
+    let layers: Vec<_> = winner.contents.iter().map(|content| content.layers).collect();
+    let found = problem.slowest(&layers);
+    Some(format!(
+        "the slowest stage takes {} a micro-batch; the integer program over layers per stage finds none faster than {}",
+        Seconds(found),
+        Seconds(program)
+    ))
 }
 
 /// What the narrowest tensor degree beyond a fast domain costs against the winner.
@@ -85,51 +109,60 @@ fn tensor_across_domains(request: &Request, graph: &ModelGraph, winner: &Scored)
 /// change that helps.
 pub fn no_plan(request: &Request, graph: &ModelGraph, outcome: &Outcome) -> Error {
     let location = format!("{} on {} x {}", request.origin, request.gpus, request.machine.device.name);
-    let help = smallest_change(request, graph);
-    let Some(nearest) = &outcome.nearest else {
+    let Some(nearest) = nearest_miss(request, graph) else {
         let reasons: Vec<String> =
             outcome.rejected.iter().map(|(reason, count)| format!("{} {count}", reason.name())).collect();
-        let what = format!(
-            "no layout can run: of {} candidates all are rejected ({})",
-            outcome.enumerated,
-            reasons.join(", ")
-        );
-        return Error::NoPlan(Problem::new(what, location, help));
+        let all = outcome.enumerated;
+        let what = format!("no layout can run: all {all} candidates are rejected ({})", reasons.join(", "));
+        return Error::NoPlan(Problem::new(what, location, smallest_change(request, graph, Direction::Fewer)));
     };
     let (stage, needed) = nearest.fullest_stage();
     let usable = request.machine.usable_memory();
     let what = format!(
-        "no plan fits: the nearest candidate is {} with {} layers on stages; its worst stage, {stage}, needs {needed} a GPU \
-         and {usable} are available",
+        "no plan fits: the nearest candidate is {} with {} layers on stages; its worst stage, {stage}, needs {needed} \
+         a GPU and {usable} are available",
         describe(&nearest.strategy),
         runs(&nearest.strategy.layers_per_stage),
     );
-    Error::NoPlan(Problem::new(what, location, help))
+    Error::NoPlan(Problem::new(what, location, smallest_change(request, graph, Direction::More)))
 }
 
-/// The first of these that makes something fit: freeing one fixed choice, then more GPUs.
-fn smallest_change(request: &Request, graph: &ModelGraph) -> String {
+/// Which way the number of GPUs must change.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Direction {
+    More,
+    Fewer,
+}
+
+/// The first of these that makes something fit: freeing one fixed choice, then another number of GPUs.
+fn smallest_change(request: &Request, graph: &ModelGraph, direction: Direction) -> String {
     let fits = |case: &Request| check_request(case).is_ok() && !search(case, graph).best.is_empty();
     for (flag, fixed) in request.fixed.each_freed() {
         if fits(&Request { fixed, top: 1, ..request.clone() }) {
             return format!("leave out {flag}: then a layout fits");
         }
     }
-    let more = GPU_MULTIPLES.into_iter().map(|multiple| request.gpus * multiple);
+    let counts = GPU_MULTIPLES.map(|multiple| match direction {
+        Direction::More => request.gpus * multiple,
+        Direction::Fewer => request.gpus / multiple,
+    });
     let fixed = FixedChoices { data_parallel: None, ..request.fixed };
-    for gpus in more {
+    for gpus in counts {
         if fits(&Request { gpus, fixed, top: 1, ..request.clone() }) {
             return format!("with {gpus} GPUs a layout fits");
         }
     }
-    format!(
-        "no multiple of {} GPUs up to {} fits either: use GPUs with more memory, a shorter sequence, or a global batch with \
-         more divisors than {} ({} layers)",
-        request.gpus,
-        request.gpus * GPU_MULTIPLES[GPU_MULTIPLES.len() - 1],
-        request.workload.global_batch,
-        run_lengths(request).iter().sum::<u64>(),
-    )
+    let last = counts[counts.len() - 1];
+    let batch = request.workload.global_batch;
+    match direction {
+        Direction::More => format!(
+            "none of {} to {last} GPUs fits either: use GPUs with more memory, or a shorter sequence than {}",
+            request.gpus, request.workload.sequence_length
+        ),
+        Direction::Fewer => format!(
+            "use fewer GPUs, or a global batch with more divisors than {batch}: each replica needs whole micro-batches"
+        ),
+    }
 }
 
 /// A list of counts with repeats folded: `5, 10 x 6, 5`.

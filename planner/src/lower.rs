@@ -7,6 +7,7 @@ use cost_models::step::{costed_blocks, stage_load, with_provenance};
 use ir::graph::{BlockRole, ModelGraph, count_parameters};
 use ir::mesh::{StageId, build_mesh};
 use ir::plan::{BlockShards, Estimate, Executable, FORMAT_VERSION, Inputs, Plan, SearchReport, Stage, StopReason};
+use ir::provenance::Provenance;
 use ir::sharding::{TensorSplit, tensor_split};
 use ir::strategy::Strategy;
 use ir::text::content_hash;
@@ -156,6 +157,12 @@ fn remarks(request: &Request) -> Vec<String> {
     let stack = &request.machine.stack;
     if stack.name != "planwright" {
         remarks.push(format!("time and memory are those of stack {}, not of this plan's own program", stack.name));
+    }
+    if stack.relative_error_90.provenance == Provenance::Assumed {
+        remarks.push(format!(
+            "constants of stack {} are assumed: no run has been compared with it, and the interval is a guess",
+            stack.name
+        ));
     }
     remarks
 }

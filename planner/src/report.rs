@@ -7,15 +7,26 @@ pub mod summary;
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
 
-/// A plain table: a header line, then rows; all columns but the first are right-aligned.
+/// Width of text; tables may be wider.
+const WIDTH: usize = 112;
+
+/// Lines of at most [`WIDTH`] characters, all but the first indented, each with its end.
+fn paragraph(text: &str) -> String {
+    textwrap::fill(text, textwrap::Options::new(WIDTH).subsequent_indent("  ")) + "\n"
+}
+
+/// A plain table: a header line, then rows. Columns of numbers are right-aligned, columns of words left.
 pub fn table(header: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
+    let rows: Vec<Vec<String>> = rows.into_iter().collect();
+    let numeric = |column: usize| rows.iter().all(|row| row[column].starts_with(|c: char| c.is_ascii_digit()));
+    let numbers: Vec<bool> = (0..header.len()).map(numeric).collect();
     let mut table = Table::new();
     table.load_preset(NOTHING).set_header(header.to_vec());
     rows.into_iter().for_each(|row| {
         table.add_row(row);
     });
-    for column in table.column_iter_mut().skip(1) {
-        column.set_cell_alignment(CellAlignment::Right);
+    for (column, numbers) in table.column_iter_mut().zip(numbers) {
+        column.set_cell_alignment(if numbers { CellAlignment::Right } else { CellAlignment::Left });
     }
     table.lines().map(|line| line.trim_end().to_owned() + "\n").collect()
 }

@@ -45,8 +45,6 @@ pub struct Outcome {
     pub pruned: BTreeMap<Pruning, u64>,
     /// Candidates out, by reason.
     pub rejected: BTreeMap<Rejection, u64>,
-    /// If nothing fits for lack of memory: the layout that misses by least.
-    pub nearest: Option<Scored>,
 }
 
 /// Costs of blocks by tensor degree, sequence parallelism and micro-batch.
@@ -103,7 +101,6 @@ pub fn search(request: &Request, graph: &ModelGraph) -> Outcome {
         feasible: 0,
         pruned: space.pruned,
         rejected: space.rejected,
-        nearest: None,
     };
     for (index, candidate) in candidates.iter().enumerate() {
         let worst = outcome.best.get(request.top.max(1) - 1);
@@ -118,9 +115,6 @@ pub fn search(request: &Request, graph: &ModelGraph) -> Outcome {
             }
             None => *outcome.rejected.entry(Rejection::OutOfMemory).or_default() += 1,
         }
-    }
-    if outcome.best.is_empty() {
-        outcome.nearest = nearest_miss(request, scenario, &table, &candidates);
     }
     outcome
 }
@@ -201,6 +195,13 @@ pub fn score_given_split(
     Some(score_split(scenario, &blocks, &times, strategy, split))
 }
 
+/// The stage-partition problem of a layout; `None` if the tensor degree cannot split the model.
+pub fn partition_of(request: &Request, graph: &ModelGraph, strategy: &Strategy) -> Option<PartitionProblem> {
+    let scenario = scenario(request, graph);
+    let (blocks, times) = costs_of(request, scenario, strategy)?;
+    Some(state_problem(scenario, &blocks, &times, strategy, run_lengths(request)))
+}
+
 fn costs_of(
     request: &Request,
     scenario: Scenario,
@@ -239,10 +240,15 @@ fn score_split(
     }
 }
 
-/// The layout whose fullest stage exceeds the usable memory by least.
+/// The layout that comes nearest to fitting where none does: the one whose fullest stage is least full.
 ///
-/// Layouts are compared with their fastest split; the winner is then split for the least memory.
-fn nearest_miss(request: &Request, scenario: Scenario, table: &BlockTable, candidates: &[Bounded]) -> Option<Scored> {
+/// Layouts are compared with their fastest split; the winner is then split for the least memory. `None` if
+/// no layout of the space can run whatever the memory.
+pub fn nearest_miss(request: &Request, graph: &ModelGraph) -> Option<Scored> {
+    let scenario = scenario(request, graph);
+    let space = enumerate(request);
+    let table = &block_table(scenario, &space);
+    let candidates = bound_candidates(scenario, &space, table, run_lengths(request));
     let problem_of = |candidate: &Bounded| {
         let blocks = blocks_of(table, &candidate.strategy);
         state_problem(scenario, blocks, &candidate.times, &candidate.strategy, run_lengths(request))

@@ -3,7 +3,7 @@
 use ir::plan::{Estimate, Plan};
 use ir::strategy::Strategy;
 
-use super::table;
+use super::{paragraph, table};
 use crate::explain::{describe, runs};
 
 /// Widest list of stage sizes that is printed.
@@ -16,8 +16,8 @@ pub fn header(plan: &Plan, defaults: &[&str]) -> String {
         [] => String::new(),
         names => format!(" (defaults: {})", names.join(", ")),
     };
-    format!(
-        "{}, {:.1} B parameters, {} GPUs of {} in nodes of {}, stack {}, sequence {}, batch {}{defaults}\n",
+    paragraph(&format!(
+        "{}, {:.1} B parameters, {} GPUs of {} in nodes of {}, stack {}, sequence {}, batch {}{defaults}",
         model.name,
         plan.parameters as f64 / 1e9,
         plan.mesh.world_size(),
@@ -26,7 +26,7 @@ pub fn header(plan: &Plan, defaults: &[&str]) -> String {
         plan.inputs.stack,
         plan.workload.sequence_length,
         plan.workload.global_batch,
-    )
+    ))
 }
 
 /// The chosen layout, what it should cost, the runners-up, the counts and the reasons.
@@ -56,7 +56,7 @@ pub fn body(plan: &Plan, alternatives: &[(Strategy, Estimate)]) -> String {
     );
     text += &counts(plan);
     for sentence in plan.search.explanations.iter().chain(&estimate.remarks) {
-        text += &format!("- {sentence}\n");
+        text += &paragraph(&format!("- {sentence}"));
     }
     text
 }
@@ -64,8 +64,8 @@ pub fn body(plan: &Plan, alternatives: &[(Strategy, Estimate)]) -> String {
 /// Step time, rates and memory, then the terms of the step.
 pub fn estimate_lines(plan: &Plan, estimate: &Estimate) -> String {
     let gpu_seconds = estimate.step.0 * plan.mesh.world_size() as f64;
-    let mut text = format!(
-        "step {} ({} to {}), {:.0} tokens/s/GPU, {:.1} model and {:.1} hardware TFLOPs/GPU, MFU {:.1} %\n",
+    let mut text = paragraph(&format!(
+        "step {} ({} to {}), {:.0} tokens/s/GPU, {:.1} model and {:.1} hardware TFLOPs/GPU, MFU {:.1} %",
         estimate.step,
         estimate.interval.0,
         estimate.interval.1,
@@ -73,7 +73,7 @@ pub fn estimate_lines(plan: &Plan, estimate: &Estimate) -> String {
         estimate.model_flops.0 / gpu_seconds / 1e12,
         estimate.hardware_flops.0 / gpu_seconds / 1e12,
         estimate.mfu * 100.0,
-    );
+    ));
     text += &format!(
         "memory {} of {} usable on the fullest rank (stage {}), checkpoint {}\n",
         estimate.device_memory, plan.inputs.usable_memory, estimate.fullest_stage.0, estimate.checkpoint,
@@ -85,7 +85,7 @@ pub fn estimate_lines(plan: &Plan, estimate: &Estimate) -> String {
             format!("{name} {} [{}]", value.time, value.provenance.name())
         })
         .collect();
-    text + &format!("{}\n", terms.join(" + "))
+    text + &paragraph(&terms.join(" + "))
 }
 
 fn alternative_row(index: usize, strategy: &Strategy, estimate: &Estimate) -> Vec<String> {
@@ -115,16 +115,16 @@ fn counts(plan: &Plan) -> String {
             .join(", ")
     };
     let search = &plan.search;
-    let mut text = format!(
-        "{} candidates: {} estimated and fit; pruned: {}; rejected: {}; stopped because {}\n",
+    let mut text = paragraph(&format!(
+        "{} candidates: {} estimated and fit; pruned: {}; rejected: {}; stopped because {}",
         search.enumerated,
         search.feasible,
         list(&search.pruned),
         list(&search.rejected),
         search.stop_reason.name(),
-    );
+    ));
     if !search.fixed.is_empty() {
-        text += &format!("fixed by flags: {}\n", search.fixed.join(" "));
+        text += &paragraph(&format!("fixed by flags: {}", search.fixed.join(" ")));
     }
     text
 }
