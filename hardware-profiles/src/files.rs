@@ -11,7 +11,10 @@ pub const INPUT_LIMIT: u64 = 1 << 20;
 /// Largest plan file.
 pub const PLAN_LIMIT: u64 = 64 << 20;
 
-/// Reads a UTF-8 file of at most `limit` bytes.
+/// What some editors put before the first character of a UTF-8 file.
+const BYTE_ORDER_MARK: char = '\u{feff}';
+
+/// Reads a UTF-8 file of at most `limit` bytes, without a byte order mark.
 ///
 /// # Errors
 /// A problem naming the path: not found, a directory, too large, not UTF-8, or unreadable.
@@ -34,8 +37,9 @@ pub fn read_text(path: &Path, limit: u64) -> Result<String, Problem> {
         let what = format!("the file is larger than {} KiB", limit >> 10);
         return Err(Problem::new(what, shown, "name a text file of the expected kind, not weights or data"));
     }
-    String::from_utf8(bytes).map_err(|error| {
+    let text = String::from_utf8(bytes).map_err(|error| {
         let at = error.utf8_error().valid_up_to();
         Problem::new("the file is not UTF-8 text", format!("{shown}, byte {at}"), "save it as UTF-8")
-    })
+    })?;
+    Ok(text.strip_prefix(BYTE_ORDER_MARK).map(str::to_owned).unwrap_or(text))
 }

@@ -16,6 +16,8 @@ static STACKS: Dir<'_> = include_dir!("$CARGO_MANIFEST_DIR/stacks");
 
 /// How many near names an error lists.
 const SUGGESTIONS: usize = 3;
+/// Most bytes that a profile may give to the gradient or the optimizer state of one parameter.
+const STATE_LIMIT: f64 = 64.0;
 
 /// A profile that cannot be used.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
@@ -24,8 +26,8 @@ pub enum Error {
     #[error(transparent)]
     Text(#[from] ir::error::Error),
     /// The profile's numbers make no sense.
-    #[error("{0}")]
-    Invalid(Problem),
+    #[error("{}", .0.iter().map(Problem::to_string).collect::<Vec<_>>().join("\n"))]
+    Invalid(Vec<Problem>),
     /// No built-in profile has this name.
     #[error("{0}")]
     Unknown(Problem),
@@ -36,7 +38,8 @@ impl Error {
     pub fn problems(&self) -> &[Problem] {
         match self {
             Error::Text(error) => error.problems(),
-            Error::Invalid(problem) | Error::Unknown(problem) => std::slice::from_ref(problem),
+            Error::Invalid(problems) => problems,
+            Error::Unknown(problem) => std::slice::from_ref(problem),
         }
     }
 }
@@ -92,7 +95,7 @@ pub fn find_stack(name: &str, location: &str) -> Result<StackProfile, Error> {
 /// A cluster profile from the text of a user's file.
 ///
 /// # Errors
-/// `Error::Text` where it is malformed, `Error::Invalid` where its numbers make no sense.
+/// `Error::Text` where it is malformed, `Error::Invalid` with every number that makes no sense.
 pub fn read_cluster(text: &str, origin: &str) -> Result<ClusterProfile, Error> {
     let cluster: ClusterProfile = read_ron(text, origin)?;
     let nics = match &cluster.inter.nics {
@@ -108,39 +111,66 @@ pub fn read_cluster(text: &str, origin: &str) -> Result<ClusterProfile, Error> {
         ("inter.efficiency", cluster.inter.efficiency.value),
         ("inter.nics_per_group", cluster.inter.nics_per_group.as_ref().map_or(1.0, |count| count.value)),
     ];
-    check_positive(origin, &positive)?;
+    refuse(check_positive(origin, &positive))?;
     Ok(cluster)
 }
 
 /// A stack profile from the text of a user's file.
 ///
 /// # Errors
-/// `Error::Text` where it is malformed, `Error::Invalid` where its numbers make no sense.
+/// `Error::Text` where it is malformed, `Error::Invalid` with every number that makes no sense.
 pub fn read_stack(text: &str, origin: &str) -> Result<StackProfile, Error> {
     let stack: StackProfile = read_ron(text, origin)?;
-    let positive = [
-        ("kernels.matmul_speed", stack.kernels.matmul_speed.value),
-        ("overlap.gradient_reduction", 1.0 + stack.overlap.gradient_reduction.value),
-        ("overlap.parameter_gather", 1.0 + stack.overlap.parameter_gather.value),
-        ("memory.allocator_slack", 1.0 + stack.memory.allocator_slack.value),
-        ("memory.safety_margin", 1.0 - stack.memory.safety_margin.value),
-        ("offers.zero_stages", stack.offers.zero_stages.len() as f64),
-        ("offers.recompute", stack.offers.recompute.len() as f64),
-        ("offers.schedules", stack.offers.schedules.len() as f64),
+    let memory = &stack.memory;
+    let shares = [
+        ("overlap.gradient_reduction", stack.overlap.gradient_reduction.value),
+        ("overlap.parameter_gather", stack.overlap.parameter_gather.value),
+        ("memory.allocator_slack", memory.allocator_slack.value),
+        ("memory.safety_margin", memory.safety_margin.value),
+        ("relative_error_90", stack.relative_error_90.value),
     ];
-    check_positive(origin, &positive)?;
+    let bytes = [
+        ("memory.gradient_bytes.bf16", memory.gradient_bytes.bf16.value),
+        ("memory.gradient_bytes.fp16", memory.gradient_bytes.fp16.value),
+        ("memory.gradient_bytes.fp32", memory.gradient_bytes.fp32.value),
+        ("memory.optimizer_bytes.bf16", memory.optimizer_bytes.bf16.value),
+        ("memory.optimizer_bytes.fp16", memory.optimizer_bytes.fp16.value),
+        ("memory.optimizer_bytes.fp32", memory.optimizer_bytes.fp32.value),
+    ];
+    let offers = [
+        ("offers.zero_stages", stack.offers.zero_stages.is_empty()),
+        ("offers.recompute", stack.offers.recompute.is_empty()),
+        ("offers.schedules", stack.offers.schedules.is_empty()),
+    ];
+    let mut problems = check_positive(origin, &[("kernels.matmul_speed", stack.kernels.matmul_speed.value)]);
+    problems.extend(shares.iter().filter_map(|(field, share)| check_at_most(origin, field, *share, 1.0)));
+    problems.extend(bytes.iter().filter_map(|(field, count)| check_at_most(origin, field, *count as f64, STATE_LIMIT)));
+    for (field, _) in offers.iter().filter(|(_, empty)| *empty) {
+        problems.push(at_field(format!("{field} is empty"), origin, field, "list at least one choice"));
+    }
+    refuse(problems)?;
     Ok(stack)
 }
 
-fn check_positive(origin: &str, fields: &[(&str, f64)]) -> Result<(), Error> {
-    match fields.iter().find(|(_, value)| !(value.is_finite() && *value > 0.0)) {
-        None => Ok(()),
-        Some((field, _)) => Err(Error::Invalid(Problem::new(
-            format!("{field} must be positive and finite"),
-            format!("{origin}, field {field}"),
-            "copy a profile from hardware-profiles/ and change one number at a time",
-        ))),
-    }
+fn check_positive(origin: &str, fields: &[(&str, f64)]) -> Vec<Problem> {
+    let wrong = fields.iter().filter(|(_, value)| !(value.is_finite() && *value > 0.0));
+    let problem = |(field, value): &(&str, f64)| {
+        at_field(format!("{field} is {value}"), origin, field, "give a positive, finite number")
+    };
+    wrong.map(problem).collect()
+}
+
+fn check_at_most(origin: &str, field: &str, value: f64, most: f64) -> Option<Problem> {
+    let wrong = !(0.0..=most).contains(&value);
+    wrong.then(|| at_field(format!("{field} is {value}"), origin, field, format!("give a number from 0 to {most}")))
+}
+
+fn at_field(what: String, origin: &str, field: &str, help: impl Into<String>) -> Problem {
+    Problem::new(what, format!("{origin}, field {field}"), help)
+}
+
+fn refuse(problems: Vec<Problem>) -> Result<(), Error> {
+    if problems.is_empty() { Ok(()) } else { Err(Error::Invalid(problems)) }
 }
 
 fn read_all<T: DeserializeOwned>(folder: &Dir<'_>) -> Result<Vec<T>, Error> {

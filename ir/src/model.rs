@@ -12,8 +12,10 @@ const DEFAULT_SEQUENCE_LIMIT: u64 = 8192;
 const DEFAULT_BATCH_TOKENS: u64 = 4 << 20;
 /// Largest accepted number of layers and of experts; above it a file is taken to be wrong.
 const COUNT_LIMIT: u64 = 1 << 16;
-/// Largest accepted width, vocabulary, sequence length and batch; keeps every product within 2^63.
-const SIZE_LIMIT: u64 = 1 << 28;
+/// Largest accepted width, vocabulary, sequence length and batch.
+pub const SIZE_LIMIT: u64 = 1 << 28;
+/// Most parameters accepted; keeps every number of bytes within 2^63.
+const PARAMETER_LIMIT: u64 = 1 << 48;
 
 /// A transformer, as its model file describes it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -286,7 +288,7 @@ pub fn check_model(model: &ModelSpec, origin: &str) -> Result<(), Error> {
         check_relations(model, &mut problems);
     }
     if problems.list.is_empty() {
-        check_published_count(model, &mut problems);
+        check_parameters(model, &mut problems);
     }
     if problems.list.is_empty() { Ok(()) } else { Err(Error::Invalid(problems.list)) }
 }
@@ -337,7 +339,12 @@ pub fn workload(
         .unwrap_or(maximum.min(DEFAULT_SEQUENCE_LIMIT));
     let mut problems = Problems { origin, list: Vec::new() };
     if tokens == 0 || tokens > SIZE_LIMIT {
-        problems.add(format!("sequence length {tokens} is out of range"), "sequence_length", "give 1 or more tokens");
+        // The file's own length is in range, as check_model has seen.
+        problems.list.push(Problem::new(
+            format!("sequence length {tokens} is out of range"),
+            "--sequence-length",
+            format!("give a number of tokens from 1 to {SIZE_LIMIT}"),
+        ));
     }
     if model.position == Position::Learned && tokens > maximum {
         problems.add(
@@ -363,8 +370,9 @@ pub fn workload(
         (None, None) => (DEFAULT_BATCH_TOKENS / tokens).max(1),
     };
     if batch == 0 || batch > SIZE_LIMIT {
-        problems.add(format!("global batch {batch} is out of range"), "global_batch", "give 1 or more sequences");
-        return Err(Error::Invalid(problems.list));
+        let place = global_batch.map_or(format!("{origin}, field global_batch"), |_| "--global-batch".to_owned());
+        let help = format!("give a number of sequences from 1 to {SIZE_LIMIT}");
+        return Err(Error::Invalid(vec![Problem::new(format!("global batch {batch} is out of range"), place, help)]));
     }
     Ok(Workload { sequence_length: tokens, global_batch: batch })
 }
@@ -535,10 +543,19 @@ fn check_experts(model: &ModelSpec, problems: &mut Problems) {
     }
 }
 
-fn check_published_count(model: &ModelSpec, problems: &mut Problems) {
-    let Some(published) = model.published_parameters else { return };
+fn check_parameters(model: &ModelSpec, problems: &mut Problems) {
     let counted = crate::graph::count_parameters(model);
-    if counted != published {
+    if counted > PARAMETER_LIMIT {
+        problems.add(
+            format!("the file describes more than {PARAMETER_LIMIT} parameters"),
+            "hidden_size",
+            "lower num_layers, hidden_size or another width",
+        );
+        return;
+    }
+    if let Some(published) = model.published_parameters
+        && counted != published
+    {
         problems.add(
             format!("the file describes {counted} parameters but says {published}"),
             "published_parameters",

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::Error;
+use crate::error::{Error, Problem};
 use crate::mesh::{GroupFamily, Mesh, StageId};
 use crate::model::{ModelSpec, Workload};
 use crate::provenance::Provenance;
@@ -21,6 +21,8 @@ pub const FORMAT_VERSION: u32 = 1;
 
 /// Depth of brackets that are written one field a line.
 const WRITTEN_DEPTH: usize = 3;
+/// What to do about a text that is no plan.
+const NO_PLAN: &str = "this is no plan file, or it was cut short or changed by hand: write it again with `plan`";
 
 /// A plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -302,9 +304,12 @@ impl Stage {
 /// Reads a plan; `origin` names the text in errors. The caller verifies it before use.
 ///
 /// # Errors
-/// `Error::Syntax` with line and column.
+/// `Error::Syntax` with line and column. Plans are not written by hand, so the help is to write it again.
 pub fn read_plan(text: &str, origin: &str) -> Result<Plan, Error> {
-    read_ron(text, origin)
+    read_ron(text, origin).map_err(|error| match error {
+        Error::Syntax(problem) => Error::Syntax(Problem { help: NO_PLAN.to_owned(), ..problem }),
+        Error::Invalid(problems) => Error::Invalid(problems),
+    })
 }
 
 /// The text of a plan, equal for equal plans.

@@ -243,7 +243,7 @@ impl TryFrom<BytesText> for Bytes {
             BytesText::GB(value) => (value, 1e9),
             BytesText::TB(value) => (value, 1e12),
         };
-        let bytes = non_negative(value * unit)?;
+        let bytes = scaled(value, unit)?;
         if bytes >= u64::MAX as f64 {
             return Err(format!("{bytes:e} bytes is more than 2^64"));
         }
@@ -264,7 +264,7 @@ macro_rules! written_as {
             type Error = String;
             fn try_from(text: $text) -> Result<$name, String> {
                 match text {
-                    $($text::$unit(value) => non_negative(value * $factor).map($name),)*
+                    $($text::$unit(value) => scaled(value, $factor).map($name),)*
                 }
             }
         }
@@ -284,11 +284,12 @@ written_as!(FlopsPerSecond, FlopRateText, FlopsPerSecond, {
     FlopsPerSecond => 1.0, TeraFlopsPerSecond => 1e12
 });
 
-fn non_negative(value: f64) -> Result<f64, String> {
-    if value.is_finite() && value >= 0.0 {
-        Ok(value)
+fn scaled(value: f64, unit: f64) -> Result<f64, String> {
+    let scaled = value * unit;
+    if scaled.is_finite() && scaled >= 0.0 {
+        Ok(scaled)
     } else {
-        Err(format!("{value} is not a finite, non-negative number"))
+        Err(format!("the quantity {value:?} is out of bounds: it must be finite and not negative"))
     }
 }
 

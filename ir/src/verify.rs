@@ -9,7 +9,7 @@
 //! 7. parameters and their shards are those of the model under the tensor split, and the parts make up
 //!    the whole;
 //! 8. every stage's parameters are those of its blocks, and its micro-batches in flight those of the schedule;
-//! 9. the terms of the estimate add up to the step;
+//! 9. the terms of the estimate add up to the step, and its tokens per second follow from it;
 //! 10. no stage uses more than the usable memory, and the summary names the fullest;
 //! 11. the search's counts add up.
 //!
@@ -25,7 +25,7 @@ use crate::strategy::ScheduleKind;
 use crate::text::content_hash;
 use crate::units::Seconds;
 
-/// Largest relative difference between a sum and its parts.
+/// Largest relative difference between a number and what the rest of the plan makes it.
 const SUM_TOLERANCE: f64 = 1e-9;
 /// Largest world whose groups are listed rank by rank; beyond it the family's shape is compared.
 const LISTED_RANKS: u64 = 4096;
@@ -77,7 +77,8 @@ const EDITED: &str = "the file was changed by hand or damaged: write it again wi
 
 fn check_inputs(plan: &Plan, check: &mut Check) {
     if let Err(error) = check_model(&plan.model, check.origin) {
-        check.problems.extend(error.problems().iter().cloned());
+        let problems = error.problems().iter().cloned();
+        check.problems.extend(problems.map(|problem| Problem { help: EDITED.to_owned(), ..problem }));
         return;
     }
     check.expect(plan.inputs.model_hash.clone(), content_hash(&plan.model), "inputs.model_hash", "hash of the model");
@@ -133,8 +134,9 @@ fn check_mesh(plan: &Plan, check: &mut Check) {
     check.expect(found, expected, "groups", "axes with groups");
     for (index, family) in plan.groups.iter().enumerate() {
         let place = format!("groups[{index}]");
-        check.expect(*family, mesh.groups(family.axis), &place, "groups of the axis");
-        if family.size == 0 || family.stride == 0 || mesh.world_size() > LISTED_RANKS {
+        let expected = mesh.groups(family.axis);
+        check.expect(*family, expected, &place, "groups of the axis");
+        if *family != expected || mesh.world_size() > LISTED_RANKS {
             continue;
         }
         let mut seen = vec![0u32; mesh.world_size() as usize];
@@ -243,11 +245,19 @@ fn stage_parameters(graph: &ModelGraph, split: TensorSplit, runs: &[LayerRun], s
 fn check_estimate(plan: &Plan, check: &mut Check) {
     let estimate = &plan.estimate;
     let sum: Seconds = estimate.terms.values().map(|term| term.time).sum();
-    let close = (sum.0 - estimate.step.0).abs() <= SUM_TOLERANCE * estimate.step.0;
-    if !close || estimate.step.0 <= 0.0 {
+    if !is_close(sum.0, estimate.step.0) || estimate.step.0 <= 0.0 {
         check.report(
             format!("terms add up to {} s, the step is {} s", sum.0, estimate.step.0),
             "estimate.terms",
+            EDITED,
+        );
+    }
+    let tokens = plan.workload.global_batch as f64 * plan.workload.sequence_length as f64;
+    let rate = tokens / (estimate.step.0 * plan.strategy.world_size() as f64);
+    if !is_close(estimate.tokens_per_second_per_gpu, rate) {
+        check.report(
+            format!("{} tokens/s/GPU, the batch and the step give {rate}", estimate.tokens_per_second_per_gpu),
+            "estimate.tokens_per_second_per_gpu",
             EDITED,
         );
     }
@@ -255,6 +265,10 @@ fn check_estimate(plan: &Plan, check: &mut Check) {
     if !(low <= estimate.step && estimate.step <= high) {
         check.report("the interval does not hold the step", "estimate.interval", EDITED);
     }
+}
+
+fn is_close(found: f64, expected: f64) -> bool {
+    (found - expected).abs() <= SUM_TOLERANCE * expected
 }
 
 fn check_memory(plan: &Plan, check: &mut Check) {
@@ -272,6 +286,8 @@ fn check_memory(plan: &Plan, check: &mut Check) {
     }
     let fullest = plan.stages.iter().map(Stage::device_memory).max().unwrap_or_default();
     check.expect(plan.estimate.device_memory, fullest, "estimate.device_memory", "memory of the fullest stage");
+    let number = plan.stages.iter().position(|stage| stage.device_memory() == fullest).unwrap_or(0);
+    check.expect(plan.estimate.fullest_stage, StageId(number as u64), "estimate.fullest_stage", "the fullest stage");
     let peak = plan.stages.iter().map(Stage::allocator_peak).max().unwrap_or_default();
     check.expect(plan.estimate.allocator_peak, peak, "estimate.allocator_peak", "allocator peak of the fullest stage");
 }

@@ -3,7 +3,7 @@
 use cost_models::machine::Machine;
 use hardware_profiles::cluster::Nics;
 use ir::error::Problem;
-use ir::model::{ModelSpec, Workload};
+use ir::model::{ModelSpec, SIZE_LIMIT, Workload};
 use ir::sharding::{SplitError, tensor_split};
 use ir::strategy::{Recompute, ScheduleKind, ZeroStage};
 
@@ -108,10 +108,12 @@ fn check_world(request: &Request, problems: &mut Vec<Problem>) {
         problems.push(Problem::new(format!("gpus is {gpus}"), "--gpus", format!("give 1 to {GPU_LIMIT} GPUs")));
         return;
     }
-    if node_gpus == 0 || !gpus.is_multiple_of(node_gpus) {
-        let help = match node_gpus {
-            0 => "give at least 1 GPU a node".to_owned(),
-            _ => format!("give whole nodes: {} or {} GPUs", gpus - gpus % node_gpus, gpus.next_multiple_of(node_gpus)),
+    if node_gpus == 0 {
+        problems.push(Problem::new("node-gpus is 0", "--node-gpus", "give at least 1 GPU a node"));
+    } else if !gpus.is_multiple_of(node_gpus) {
+        let help = match gpus / node_gpus {
+            0 => format!("give {node_gpus} GPUs, or nodes of at most {gpus}"),
+            nodes => format!("give whole nodes: {} or {} GPUs", nodes * node_gpus, (nodes + 1) * node_gpus),
         };
         problems.push(Problem::new(format!("node-gpus {node_gpus} does not divide gpus {gpus}"), "--node-gpus", help));
     }
@@ -217,15 +219,18 @@ fn check_batch(request: &Request, problems: &mut Vec<Problem>) {
         problems.push(Problem::new("micro-batch is 0", "--micro-batch", "give 1 or more sequences"));
         return;
     }
-    let unit = micro_batch.checked_mul(replicas).filter(|unit| *unit > 0 && batch.is_multiple_of(*unit));
-    if unit.is_none() {
+    let unit = micro_batch.saturating_mul(replicas);
+    if replicas > 0 && !batch.is_multiple_of(unit) {
+        let flags = [("--micro-batch", request.fixed.micro_batch), ("--data-parallel", request.fixed.data_parallel)];
+        let given: Vec<&str> = flags.into_iter().filter_map(|(flag, size)| size.map(|_| flag)).collect();
+        let help = match batch.checked_next_multiple_of(unit) {
+            Some(larger) if larger <= SIZE_LIMIT => format!("give --global-batch {larger}, or divisors of {batch}"),
+            Some(_) | None => format!("give divisors of {batch}"),
+        };
         problems.push(Problem::new(
             format!("global batch {batch} is not divisible by micro-batch {micro_batch} x data-parallel {replicas}"),
-            "--global-batch",
-            format!(
-                "change the micro-batch, or use a global batch of {}",
-                batch.next_multiple_of(micro_batch.saturating_mul(replicas).clamp(1, 1 << 40))
-            ),
+            given.join(" "),
+            help,
         ));
     }
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 use hardware_profiles::files::{PLAN_LIMIT, read_text};
 use ir::error::Problem;
 use ir::mesh::Rank;
-use ir::plan::{Plan, read_plan};
+use ir::plan::{Plan, Stage, read_plan};
 use ir::verify::verify;
 use planner::error::Error;
 use planner::report::{inspect, json};
@@ -24,20 +24,26 @@ pub fn read_verified(path: &Path) -> Result<Plan, Error> {
 /// Shows a plan.
 pub fn run(options: &InspectOptions) -> Printed {
     let plan = read_verified(&options.plan)?;
+    let stage = named_stage(options, &plan)?;
     if options.json {
         return Ok(format!("{:#}\n", json::plan_value(&plan)));
     }
+    Ok(match (stage, options.rank) {
+        (Some(stage), Some(rank)) => inspect::rank(&plan, Rank(rank), stage),
+        (Some(stage), None) => inspect::stage(&plan, stage),
+        (None, _) => inspect::whole(&plan),
+    })
+}
+
+/// The stage that the options name, by its number or by one of its ranks.
+fn named_stage<'a>(options: &InspectOptions, plan: &'a Plan) -> Result<Option<&'a Stage>, Problem> {
     if let Some(number) = options.rank {
         let stage = plan.stages.iter().find(|stage| (stage.ranks.0..stage.ranks.1).contains(&number));
-        let stage = stage.ok_or_else(|| outside("rank", number, plan.mesh.world_size()))?;
-        return Ok(inspect::rank(&plan, Rank(number), stage));
+        return stage.map(Some).ok_or_else(|| outside("rank", number, plan.mesh.world_size()));
     }
-    if let Some(number) = options.stage {
-        let stage = usize::try_from(number).ok().and_then(|index| plan.stages.get(index));
-        let stage = stage.ok_or_else(|| outside("stage", number, plan.stages.len() as u64))?;
-        return Ok(inspect::stage(&plan, stage));
-    }
-    Ok(inspect::whole(&plan))
+    let Some(number) = options.stage else { return Ok(None) };
+    let stage = usize::try_from(number).ok().and_then(|index| plan.stages.get(index));
+    stage.map(Some).ok_or_else(|| outside("stage", number, plan.stages.len() as u64))
 }
 
 fn outside(what: &str, number: u64, count: u64) -> Problem {

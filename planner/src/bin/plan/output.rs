@@ -1,10 +1,13 @@
 //! Printing results and errors, exit codes, and writing plan files whole or not at all.
 
+use std::error::Error as _;
 use std::fs;
 use std::io::{ErrorKind, Write};
+use std::num::ParseIntError;
 use std::path::Path;
 use std::process::ExitCode;
 
+use clap::error::ContextKind;
 use ir::error::Problem;
 use planner::error::Error;
 use planner::report::json::error_value;
@@ -34,18 +37,32 @@ pub fn finish(printed: Printed, json: bool) -> ExitCode {
 
 /// Prints a mistake in the command line, or the help that was asked for.
 pub fn usage(error: &clap::Error, json: bool) -> ExitCode {
-    let asked_for = !error.use_stderr();
-    if json && !asked_for {
-        let text = error.to_string();
-        let what = text.lines().next().unwrap_or_default().trim_start_matches("error: ");
-        let problem = Problem::new(what, "command line", "`plan --help` shows all options");
-        print(&format!("{:#}\n", error_value(&[problem])));
-        return ExitCode::from(BAD_INPUT);
+    if error.use_stderr() {
+        return finish(Err(usage_problem(error).into()), json);
     }
     match error.print() {
-        Ok(()) if asked_for => ExitCode::SUCCESS,
-        Ok(()) | Err(_) => ExitCode::from(BAD_INPUT),
+        Ok(()) => ExitCode::SUCCESS,
+        Err(_) => ExitCode::from(BAD_INPUT),
     }
+}
+
+/// What the argument parser found, without the usage lines that it appends.
+fn usage_problem(error: &clap::Error) -> Problem {
+    let text = error.to_string();
+    let lines: Vec<&str> = text.lines().map(str::trim).take_while(|line| !line.is_empty()).collect();
+    let mut what = lines.join(" ").trim_start_matches("error: ").to_owned();
+    let named = |kinds: [ContextKind; 2]| kinds.into_iter().find_map(|kind| error.get(kind)).map(ToString::to_string);
+    let location = named([ContextKind::InvalidArg, ContextKind::InvalidSubcommand]);
+    let similar = named([ContextKind::SuggestedArg, ContextKind::SuggestedSubcommand]);
+    let mut help = "`plan --help` shows all options".to_owned();
+    if let Some(similar) = similar {
+        help = format!("did you mean {similar}? {help}");
+    }
+    if let Some(cause) = error.source().filter(|cause| cause.is::<ParseIntError>()) {
+        what = what.trim_end_matches(&format!(": {cause}")).to_owned();
+        help = format!("give a whole number from 0 to {}; {help}", u64::MAX);
+    }
+    Problem::new(what, location.unwrap_or_else(|| "command line".to_owned()), help)
 }
 
 /// Writes to stdout; a reader that has gone away is no error.
@@ -63,8 +80,15 @@ fn print(text: &str) {
 pub fn write_plan_file(path: &Path, text: &str, force: bool) -> Result<(), Error> {
     let shown = path.display().to_string();
     let failed = |error: std::io::Error| {
-        Problem::new(format!("cannot write the plan: {error}"), shown.clone(), "choose another place with --out")
+        let help = match error.kind() {
+            ErrorKind::NotFound => "create the folder first, or choose another place with --out",
+            _ => "choose another place with --out",
+        };
+        Problem::new(format!("cannot write the plan: {error}"), shown.clone(), help)
     };
+    if path.exists() && !path.is_file() {
+        return Err(Problem::new("this is a directory or a device", shown, "name a file with --out").into());
+    }
     match fs::read(path) {
         Ok(bytes) if bytes == text.as_bytes() => return Ok(()),
         Ok(_) if !force => {

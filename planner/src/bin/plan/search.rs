@@ -69,7 +69,7 @@ fn read_request(options: &SearchOptions) -> Result<Request, Error> {
     let model = read_model_file(path, &origin)?;
     let workload = workload(&model, &origin, options.sequence_length, options.global_batch)?;
     let cluster = read_cluster_option(&options.cluster)?;
-    let device = find_device(&cluster.device, &format!("cluster {}, field device", cluster.name))?;
+    let device = find_device(&cluster.device, &format!("{}, field device", options.cluster))?;
     let stack = read_stack_option(&options.stack)?;
     let node_gpus = options.node_gpus.unwrap_or(0);
     let request = Request {
