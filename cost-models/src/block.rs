@@ -222,7 +222,7 @@ fn fused_groups(block: &Block, case: BlockCase) -> BTreeMap<usize, Vec<NodeIndex
 fn elementwise_kernel(block: &Block, members: &[NodeIndex], case: BlockCase) -> Option<Kernel> {
     let first = &block.graph[members[0]];
     let matrix = matches!(first.kind, OperatorKind::Contraction { .. } | OperatorKind::GroupedContraction { .. });
-    let source = matches!(first.kind, OperatorKind::Input | OperatorKind::Parameter { .. });
+    let source = matches!(first.kind, OperatorKind::Input | OperatorKind::Parameter { .. } | OperatorKind::AsKeys);
     let epilogue =
         first.fusion == Some(Fusion::BiasEpilogue) && case.machine.stack.kernels.fused.contains(&Fusion::BiasEpilogue);
     if matrix || source || epilogue {
@@ -277,6 +277,7 @@ fn needs_inputs(kind: &OperatorKind) -> bool {
         | OperatorKind::ScaleMask { .. }
         | OperatorKind::Softmax
         | OperatorKind::Rotary
+        | OperatorKind::AsKeys
         | OperatorKind::Concatenate
         | OperatorKind::TopK
         | OperatorKind::Dispatch

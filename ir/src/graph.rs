@@ -15,6 +15,7 @@ use petgraph::visit::EdgeRef;
 use serde::{Deserialize, Serialize};
 
 pub use build::build_graph;
+pub use petgraph::graph::NodeIndex as OperatorId;
 
 use crate::model::{DType, ModelSpec, NormKind};
 
@@ -111,6 +112,8 @@ pub enum OperatorKind {
     Silu,
     /// Rotary position embedding of the last dim.
     Rotary,
+    /// The same numbers with positions named as those of keys; no work.
+    AsKeys,
     /// Join along the last dim, broadcasting over heads.
     Concatenate,
     /// Weights of the chosen experts of each token.
@@ -160,7 +163,7 @@ pub struct Tensor {
 }
 
 /// Number format of a tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Element {
     /// The model's own format.
     Model,
@@ -171,7 +174,7 @@ pub enum Element {
 }
 
 /// A named dim and its extent.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Dim {
     /// Name.
     pub name: DimName,
@@ -217,7 +220,7 @@ pub enum DimName {
 }
 
 /// Extent of a dim.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Extent {
     /// The micro-batch size.
     MicroBatch,
@@ -286,9 +289,11 @@ impl Operator {
     }
 }
 
-/// Trained parameters of a model, each logical parameter once.
+/// Trained parameters of a model, each logical parameter once; saturates, so that a count can be refused.
 pub fn count_parameters(model: &ModelSpec) -> u64 {
-    build_graph(model).blocks.iter().map(|block| block.count * block_parameters(block)).sum()
+    let graph = build_graph(model);
+    let counts = graph.blocks.iter().map(|block| block_parameters(block).saturating_mul(block.count));
+    counts.fold(0, u64::saturating_add)
 }
 
 /// Trained parameters of one repetition of a block; tied ones belong to the embedding.
@@ -297,13 +302,13 @@ pub fn block_parameters(block: &Block) -> u64 {
         .parameters()
         .filter(|operator| operator.kind != OperatorKind::Parameter { tied: true })
         .map(|operator| parameter_elements(&operator.output))
-        .sum()
+        .fold(0, u64::saturating_add)
 }
 
 /// Elements of a parameter tensor, whose extents are all fixed by the model.
 pub fn parameter_elements(tensor: &Tensor) -> u64 {
     let none = Extents { micro_batch: 0, sequence_length: 0 };
-    tensor.shape.iter().map(|dim| dim.extent.value(none)).product()
+    tensor.shape.iter().map(|dim| dim.extent.value(none)).fold(1, u64::saturating_mul)
 }
 
 /// Multiply-adds counted twice of one execution of an operator, forward, over all ranks.

@@ -2,12 +2,18 @@
 //!
 //! Reads and writes no files, knows no formula of time, and never searches.
 
+pub mod distribution;
 pub mod error;
 pub mod graph;
+#[cfg(feature = "interpreter")]
+pub mod interpreter;
 pub mod mesh;
 pub mod model;
 pub mod plan;
+pub mod program;
 pub mod provenance;
+#[cfg(feature = "interpreter")]
+pub mod reference;
 pub mod sharding;
 pub mod strategy;
 pub mod text;

@@ -273,13 +273,11 @@ fn attention_core(
 ) -> NodeIndex {
     let [heads, group] = head_dims(model);
     let value_dim = *b.graph[value].output.shape.last().expect("a value has dims");
+    let key = as_keys(b, "keys", key);
+    let value = as_keys(b, "values", value);
     b.attention_core = true;
     let shape = vec![MICRO_BATCH, heads, group, SEQUENCE, KEY_SEQUENCE];
     let over = vec![DimName::HeadDim];
-    for source in [key, value] {
-        let dims = &mut b.graph[source].output.shape;
-        dims.iter_mut().filter(|dim| dim.name == DimName::Sequence).for_each(|dim| *dim = KEY_SEQUENCE);
-    }
     let scores = b.apply("scores", OperatorKind::Contraction { over }, &[query, key], shape, None);
     let mask = OperatorKind::ScaleMask { alibi: model.position == Position::Alibi };
     let scores = b.elementwise("scale_mask", mask, &[scores], Fusion::ScaleMaskSoftmax);
@@ -289,6 +287,13 @@ fn attention_core(
     let context = b.apply("context", OperatorKind::Contraction { over }, &[weights, value], shape, None);
     b.attention_core = false;
     context
+}
+
+/// The same tensor with its positions named as those of keys.
+fn as_keys(b: &mut BlockBuilder, name: &'static str, source: NodeIndex) -> NodeIndex {
+    let renamed = |dim: &Dim| if dim.name == DimName::Sequence { KEY_SEQUENCE } else { *dim };
+    let shape = b.graph[source].output.shape.iter().map(renamed).collect();
+    b.apply(name, OperatorKind::AsKeys, &[source], shape, None)
 }
 
 fn output_projection(b: &mut BlockBuilder, model: &ModelSpec, context: NodeIndex, stream: NodeIndex) -> NodeIndex {

@@ -1,0 +1,319 @@
+//! Programs: what every rank executes in a step, operator by operator.
+//!
+//! A body is the forward and backward computation of one block on one rank; layers share bodies. A stage
+//! program calls bodies for its layers and micro-batches, exchanges activations with its neighbours, and
+//! ends with the update of its parameters. Counts may depend on the number of micro-batches `m`, so that
+//! one program serves every batch size.
+
+use serde::{Deserialize, Serialize};
+
+use crate::distribution::{Distribution, SplitAxis};
+use crate::graph::{Dim, DimName, Element};
+use crate::mesh::StageId;
+use crate::model::NormKind;
+
+/// The programs of a plan.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Program {
+    /// Embedding, one for each run of layers, head.
+    pub bodies: Vec<Body>,
+    /// Stages, first to last.
+    pub stages: Vec<StageProgram>,
+}
+
+/// Forward and backward of one block.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Body {
+    /// `embedding`, `layers 0`, …, `head`.
+    pub name: String,
+    /// Parameters that the body reads; gradients are accumulated under the same numbers.
+    pub parameters: Vec<Parameter>,
+    /// Values of both passes; instructions name them by position.
+    pub values: Vec<Value>,
+    /// Forward pass. Values that it does not free are kept for backward.
+    pub forward: Vec<Instruction>,
+    /// Backward pass, which frees all that is left.
+    pub backward: Vec<Instruction>,
+    /// The activation that enters, absent in the embedding.
+    pub input: Option<ValueId>,
+    /// The activation that leaves; in the head the sum of the micro-batch's losses.
+    pub output: ValueId,
+    /// The gradient of `output`, absent in the head, where backward starts from a constant.
+    pub output_gradient: Option<ValueId>,
+    /// The gradient of `input`, absent in the embedding.
+    pub input_gradient: Option<ValueId>,
+}
+
+/// A parameter of a body.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Parameter {
+    /// Name in the block.
+    pub name: String,
+    /// Dims with whole extents, rows added for the tensor axis included.
+    pub shape: Vec<(DimName, u64)>,
+    /// How it is stored between steps.
+    pub stored: Distribution,
+    /// Type of its accumulated gradient.
+    pub gradient: Distribution,
+    /// Whether it is the token embedding, used by the head.
+    pub tied: bool,
+}
+
+/// A value's name, shape and type.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Value {
+    /// Name for readers.
+    pub name: String,
+    /// Dims with whole extents.
+    pub shape: Vec<Dim>,
+    /// Number format.
+    pub element: Element,
+    /// What a rank holds of it.
+    pub distribution: Distribution,
+}
+
+/// Position of a value in its body.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct ValueId(pub u32);
+
+/// One instruction of a body.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Instruction {
+    /// Token ids, targets or positions of the micro-batch.
+    Input(InputKind, ValueId),
+    /// A parameter as it is stored.
+    Load(u32, ValueId),
+    /// An operator on operands, giving a value.
+    Compute(Op, Vec<ValueId>, ValueId),
+    /// A conversion between distributions over the ranks that differ along the axes.
+    Convert(Conversion, Vec<SplitAxis>, ValueId, ValueId),
+    /// Adds a value to a parameter's accumulated gradient.
+    Accumulate(u32, ValueId),
+    /// Ends a value's life.
+    Free(ValueId),
+}
+
+/// Index data of a micro-batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum InputKind {
+    /// Token ids.
+    Tokens,
+    /// Ids of the next tokens.
+    Targets,
+    /// 0, 1, 2, …
+    Positions,
+}
+
+/// A conversion between distributions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Conversion {
+    /// Sum of summands, whole on every rank.
+    AllReduceSum,
+    /// Maximum of candidates, whole on every rank.
+    AllReduceMax,
+    /// Parts along a dim joined on every rank.
+    AllGather(DimName),
+    /// Sum of summands, a part along a dim on each rank.
+    ReduceScatter(DimName),
+    /// A part along a dim of what is whole; no communication.
+    Slice(DimName),
+    /// Parts of the elements in order joined on every rank.
+    AllGatherFlat,
+    /// Sum of summands, a part of the elements in order on each rank.
+    ReduceScatterFlat,
+}
+
+/// A primitive operator. Dims are matched by name; what a contraction or sum does not keep it sums over.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Op {
+    /// Rows of operand 1 selected by operand 0.
+    Lookup,
+    /// Rows of a zero table increased by operand 1 where operand 0 says.
+    LookupGradient,
+    /// Sum of products over dims that the result lacks.
+    Contraction,
+    /// Operands: input, weight, and for LayerNorm bias.
+    Norm(NormKind),
+    /// Operands: input, weight, gradient of the result.
+    NormInputGradient(NormKind),
+    /// Operands: input, gradient of the result.
+    NormWeightGradient(NormKind),
+    /// Elementwise sum; missing dims are broadcast.
+    Add,
+    /// Elementwise product.
+    Multiply,
+    /// Elementwise difference.
+    Subtract,
+    /// Elementwise quotient.
+    Divide,
+    /// Product with a constant.
+    Scale(f64),
+    /// The gradient that backward starts from: one over the tokens of the global batch.
+    Seed,
+    /// Scores scaled by the constant, plus slope · key position if `alibi`, minus infinity above the diagonal.
+    ScaleMask {
+        /// The scale.
+        scale: f64,
+        /// Whether a bias linear in the key position is added.
+        alibi: bool,
+    },
+    /// Gradient of the scores.
+    ScaleMaskGradient {
+        /// The scale.
+        scale: f64,
+    },
+    /// Softmax over the key positions.
+    Softmax,
+    /// Operands: result, gradient of the result.
+    SoftmaxGradient,
+    /// GeLU, tanh form.
+    Gelu,
+    /// Operands: input, gradient of the result.
+    GeluGradient,
+    /// x · sigmoid(x).
+    Silu,
+    /// Operands: input, gradient of the result.
+    SiluGradient,
+    /// Rotary position embedding.
+    Rotary,
+    /// Its transpose.
+    RotaryGradient,
+    /// The same numbers under other dim names.
+    Rename,
+    /// Conversion of number format.
+    Cast,
+    /// Conversion to fp32; columns from the given one on, which padding added, become minus infinity.
+    MaskColumns(u64),
+    /// Sum over dims that the result lacks.
+    ReduceSum,
+    /// Maximum over dims that the result lacks.
+    ReduceMax,
+    /// Elementwise exponential.
+    Exp,
+    /// Elementwise natural logarithm.
+    Log,
+    /// The element along the vocabulary that operand 1 names.
+    Pick,
+    /// Zeros with operand 1 where operand 0 names an element along the vocabulary.
+    PickGradient,
+    /// Sum over everything.
+    SumTokens,
+}
+
+/// What the ranks of one stage execute.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StageProgram {
+    /// The stage.
+    pub stage: StageId,
+    /// Passes in order.
+    pub schedule: Vec<StageInstruction>,
+    /// Reduction of gradients, norm, optimizer.
+    pub update: Vec<UpdateInstruction>,
+}
+
+/// One instruction of a schedule.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum StageInstruction {
+    /// Executes the instructions `count` times; the index counts from 0.
+    Repeat(Count, Vec<StageInstruction>),
+    /// Takes a micro-batch's activation from the stage before, or its gradient from the one behind.
+    Receive(Direction, Index),
+    /// Hands a micro-batch's activation to the stage behind, or its gradient to the one before.
+    Send(Direction, Index),
+    /// Forward pass of a body for a layer and a micro-batch.
+    Forward(u32, Index, Index),
+    /// Backward pass of a body for a layer and a micro-batch.
+    Backward(u32, Index, Index),
+}
+
+/// What flows between stages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Direction {
+    /// Activations, towards the last stage.
+    Activation,
+    /// Gradients, towards the first stage.
+    Gradient,
+}
+
+/// A number that may depend on the number of micro-batches.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Count {
+    /// A constant.
+    Fixed(u64),
+    /// The number of micro-batches.
+    MicroBatches,
+    /// The smaller of a constant and the number of micro-batches.
+    AtMost(u64),
+    /// The number of micro-batches beyond a constant, or 0.
+    Beyond(u64),
+}
+
+/// A layer or micro-batch: a start, moved by the index of an enclosing loop.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Index {
+    /// Value in the first round.
+    pub start: Count,
+    /// The loop whose index is added: 0 is the innermost; none for a constant.
+    pub loop_depth: Option<u32>,
+    /// Whether the loop's index is subtracted instead.
+    pub backwards: bool,
+}
+
+/// One instruction of an update, over the stage's parameters.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum UpdateInstruction {
+    /// Sums a gradient's summands over tensor ranks (norms under sequence parallelism).
+    ReduceOverTensor(ParameterRef, Vec<SplitAxis>),
+    /// Sums the two copies of the tied embedding over the first and the last stage.
+    ReduceOverTied(ParameterRef),
+    /// Sums a gradient over replicas.
+    ReduceOverData(ParameterRef, Conversion),
+    /// Adds a gradient's squares to the sum of the listed class; the axes are those it is sharded along.
+    AddSquares(ParameterRef, Vec<SplitAxis>),
+    /// Sums every class over its axes, then everything over the stages: the squared global norm.
+    FinishNorm,
+    /// AdamW on the part of the parameter that the rank owns, with the gradient clipped by the norm.
+    AdamW(ParameterRef),
+    /// Joins the owned parts of a parameter on every replica.
+    GatherOverData(ParameterRef),
+}
+
+/// A parameter of one layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ParameterRef {
+    /// Body.
+    pub body: u32,
+    /// Layer, counted over the model; 0 for embedding and head.
+    pub layer: u64,
+    /// Parameter of the body.
+    pub parameter: u32,
+}
+
+impl Count {
+    /// The number for `m` micro-batches.
+    pub fn value(&self, micro_batches: u64) -> u64 {
+        match self {
+            Count::Fixed(number) => *number,
+            Count::MicroBatches => micro_batches,
+            Count::AtMost(limit) => micro_batches.min(*limit),
+            Count::Beyond(start) => micro_batches.saturating_sub(*start),
+        }
+    }
+}
+
+impl Index {
+    /// The index in a nest of loops whose indices are given outermost first.
+    pub fn value(&self, micro_batches: u64, loops: &[u64]) -> Option<u64> {
+        let start = self.start.value(micro_batches);
+        let Some(depth) = self.loop_depth else { return Some(start) };
+        let position = loops.len().checked_sub(1 + depth as usize)?;
+        if self.backwards { start.checked_sub(loops[position]) } else { start.checked_add(loops[position]) }
+    }
+}

@@ -1,0 +1,63 @@
+//! Compiles a strategy into typed programs: a list of passes, each a function from a value to a value.
+//!
+//! | Pass | Function | Gives |
+//! |---|---|---|
+//! | graph | `ir::graph::build_graph` | forward operators of each block |
+//! | differentiate | `differentiate` | backward operators, recomputation as repeated forward operators |
+//! | insert collectives | `insert_collectives` | typed bodies, conversions where the typing rules ask for them |
+//! | free | `insert_frees` | ends of lives |
+//! | schedule | `schedule_stages` | passes of each stage by micro-batch |
+//! | update | `update_parameters` | reductions, norm, optimizer |
+
+mod collectives;
+mod differentiate;
+mod frees;
+mod schedule;
+mod update;
+
+use ir::graph::{BlockRole, ModelGraph};
+use ir::model::{Attention, ModelSpec, layer_runs};
+use ir::program::Program;
+use ir::sharding::tensor_split;
+use ir::strategy::Strategy;
+
+use collectives::{Layout, insert_collectives};
+use differentiate::differentiate;
+use frees::insert_frees;
+use schedule::schedule_stages;
+use update::update_parameters;
+
+/// Why the compiler cannot build a strategy yet, or `None` if it can.
+pub fn not_executable(model: &ModelSpec, strategy: &Strategy) -> Option<String> {
+    if matches!(model.attention, Attention::MultiLatent { .. }) {
+        return Some("latent attention is not compiled yet".to_owned());
+    }
+    if layer_runs(model).iter().any(|run| matches!(run.feed_forward, ir::model::LayerFeedForward::Experts { .. })) {
+        return Some("mixtures of experts are not compiled yet".to_owned());
+    }
+    if strategy.context_parallel > 1 || strategy.expert_parallel > 1 || strategy.virtual_stages > 1 {
+        return Some("context, expert and interleaved parallelism are not compiled yet".to_owned());
+    }
+    if strategy.offload_optimizer {
+        return Some("offload is not compiled yet".to_owned());
+    }
+    None
+}
+
+/// Compiles a strategy that [`not_executable`] has no objection to.
+pub fn compile(model: &ModelSpec, graph: &ModelGraph, strategy: &Strategy) -> Program {
+    let split = tensor_split(model, strategy.tensor_parallel, strategy.sequence_parallel)
+        .expect("the search keeps only degrees that split the model");
+    let layout = Layout { split, strategy };
+    let compile_block = |block: &ir::graph::Block| {
+        let recompute = match block.role {
+            BlockRole::Layers(_) => strategy.recompute,
+            BlockRole::Embedding | BlockRole::Head => ir::strategy::Recompute::None,
+        };
+        insert_frees(insert_collectives(differentiate(block, model, recompute), &layout))
+    };
+    let bodies: Vec<_> = graph.blocks.iter().map(compile_block).collect();
+    let stages = schedule_stages(model, graph, strategy);
+    let stages = update_parameters(stages, &bodies, model, strategy);
+    Program { bodies, stages }
+}

@@ -1,0 +1,344 @@
+//! Gives every value of a block its distribution and inserts the conversions that the typing rules ask for.
+//!
+//! Two choices are made here; everything else follows from the types. A partial result is reduced where
+//! it is first read, to the type of the residual stream (whole, or with sequence parallelism a part of the
+//! sequence). Forward and backward convert for themselves: what forward gathered is not kept.
+
+use std::collections::BTreeMap;
+
+use ir::distribution::{Distribution, Operand, Place, SplitAxis, TypeError, infer};
+use ir::graph::{Dim, DimName, Extent, Tensor};
+use ir::program::{Body, Conversion, Instruction, Op, Parameter, Value, ValueId};
+use ir::sharding::TensorSplit;
+use ir::strategy::{Strategy, ZeroStage};
+
+use super::differentiate::{Draft, Step};
+
+/// Axes that the tensor degree is made of.
+const TENSOR_AXES: [SplitAxis; 2] = [SplitAxis::Tensor, SplitAxis::Query];
+
+/// What decides the types of inputs and parameters.
+#[derive(Clone, Copy, Debug)]
+pub struct Layout<'a> {
+    /// How the tensor axis splits dims.
+    pub split: TensorSplit,
+    /// The strategy.
+    pub strategy: &'a Strategy,
+}
+
+impl Layout<'_> {
+    /// Ranks along an axis.
+    pub fn degree(&self, axis: SplitAxis) -> u64 {
+        match axis {
+            SplitAxis::Data => self.strategy.data_parallel,
+            SplitAxis::Tensor => self.split.key_value_ways,
+            SplitAxis::Query => self.split.tensor_parallel / self.split.key_value_ways,
+        }
+    }
+
+    /// A distribution without places on axes of one rank.
+    fn normal(&self, distribution: Distribution) -> Distribution {
+        let single = SplitAxis::ALL.into_iter().filter(|axis| self.degree(*axis) == 1);
+        single.fold(distribution, |normal, axis| normal.with(axis, Place::Replicated))
+    }
+
+    /// The axes along which a dim is split by tensor parallelism.
+    fn axes_of(dim: DimName) -> &'static [SplitAxis] {
+        match dim {
+            DimName::KeyValueHeads => &[SplitAxis::Tensor],
+            DimName::QueriesPerKeyValue => &[SplitAxis::Query],
+            DimName::Intermediate | DimName::Vocabulary => &TENSOR_AXES,
+            _ => &[],
+        }
+    }
+
+    /// How a parameter lies over tensor ranks.
+    fn parameter(&self, tensor: &Tensor) -> Distribution {
+        let mut distribution = Distribution::REPLICATED;
+        for dim in &tensor.shape {
+            for axis in Self::axes_of(dim.name) {
+                distribution = distribution.with(*axis, Place::Sharded(dim.name));
+            }
+        }
+        self.normal(distribution)
+    }
+
+    /// How an activation of the residual stream, or index data, lies.
+    fn stream(&self, tensor: &Tensor) -> Distribution {
+        let mut distribution = Distribution::REPLICATED;
+        if tensor.extent(DimName::MicroBatch).is_some() {
+            distribution = distribution.with(SplitAxis::Data, Place::Sharded(DimName::MicroBatch));
+        }
+        if self.splits_sequence(tensor) {
+            distribution = TENSOR_AXES
+                .into_iter()
+                .fold(distribution, |stream, axis| stream.with(axis, Place::Sharded(DimName::Sequence)));
+        }
+        self.normal(distribution)
+    }
+
+    /// Whether sequence parallelism splits an activation.
+    fn splits_sequence(&self, tensor: &Tensor) -> bool {
+        self.split.sequence_parallel
+            && tensor.extent(DimName::Sequence).is_some()
+            && tensor.extent(DimName::Hidden).is_some()
+    }
+}
+
+/// Types a block.
+pub fn insert_collectives(draft: Draft, layout: &Layout) -> Body {
+    let mut pass = Pass {
+        layout,
+        draft: &draft,
+        values: Vec::new(),
+        typed: BTreeMap::new(),
+        converted: BTreeMap::new(),
+        instructions: Vec::new(),
+    };
+    let input = draft.input.map(|input| pass.stream_value(input));
+    draft.forward.iter().for_each(|step| pass.append(step));
+    let output = pass.as_stream(draft.output);
+    let forward = std::mem::take(&mut pass.instructions);
+
+    pass.converted.clear();
+    let output_gradient = draft.output_gradient.map(|gradient| pass.stream_value(gradient));
+    draft.backward.iter().for_each(|step| pass.append(step));
+    let input_gradient = draft.input_gradient.map(|gradient| pass.as_stream(gradient));
+    let parameters = (0..draft.parameters.len()).map(|index| pass.accumulate(index)).collect();
+    let backward = std::mem::take(&mut pass.instructions);
+    let values = pass.values;
+    Body {
+        name: draft.name.clone(),
+        parameters,
+        values,
+        forward,
+        backward,
+        input,
+        output,
+        output_gradient,
+        input_gradient,
+    }
+}
+
+struct Pass<'a> {
+    layout: &'a Layout<'a>,
+    draft: &'a Draft,
+    values: Vec<Value>,
+    /// Typed value of each draft value, as it was computed.
+    typed: BTreeMap<ValueId, ValueId>,
+    /// The same numbers in other distributions, of the current pass.
+    converted: BTreeMap<(ValueId, Distribution), ValueId>,
+    instructions: Vec<Instruction>,
+}
+
+impl Pass<'_> {
+    fn value(&mut self, name: String, tensor: &Tensor, distribution: Distribution) -> ValueId {
+        let rows = Extent::Fixed(self.layout.split.padded_rows);
+        let whole = |dim: &Dim| if dim.name == DimName::Vocabulary { Dim { extent: rows, ..*dim } } else { *dim };
+        let shape = tensor.shape.iter().map(whole).collect();
+        self.values.push(Value { name, shape, element: tensor.element, distribution });
+        ValueId(self.values.len() as u32 - 1)
+    }
+
+    fn distribution(&self, value: ValueId) -> Distribution {
+        self.values[value.0 as usize].distribution
+    }
+
+    /// A value that arrives from outside the body.
+    fn stream_value(&mut self, draft: ValueId) -> ValueId {
+        let DraftAlias { name, tensor } = self.alias(draft);
+        let value = self.value(name, &tensor, self.layout.stream(&tensor));
+        self.typed.insert(draft, value);
+        value
+    }
+
+    fn alias(&self, draft: ValueId) -> DraftAlias {
+        let value = &self.draft.values[draft.0 as usize];
+        DraftAlias { name: value.name.clone(), tensor: value.tensor.clone() }
+    }
+
+    fn append(&mut self, step: &Step) {
+        match step {
+            Step::Input(kind, draft) => {
+                let value = self.stream_value(*draft);
+                self.instructions.push(Instruction::Input(*kind, value));
+            }
+            Step::Compute(op, operands, result, like) => self.append_operator(*op, operands, *result, *like),
+        }
+    }
+
+    /// Types an operator, converting its operands as long as the rules ask for it.
+    fn append_operator(&mut self, op: Op, draft_operands: &[ValueId], result: ValueId, like: Option<ValueId>) {
+        let mut operands: Vec<ValueId> = draft_operands.iter().map(|draft| self.current(*draft)).collect();
+        let declared = like.map_or(Distribution::REPLICATED, |like| {
+            let value = self.current(like);
+            self.distribution(value)
+        });
+        let DraftAlias { name, tensor } = self.alias(result);
+        let result_dims: Vec<DimName> = tensor.shape.iter().map(|dim| dim.name).collect();
+        let distribution = loop {
+            match self.infer(op, &operands, &result_dims, declared) {
+                Ok(distribution) => break self.layout.normal(distribution),
+                Err(TypeError::Partial { operand, axis }) => {
+                    assert!(axis != SplitAxis::Data, "only gradients of parameters are partial over replicas: {op:?}");
+                    operands[operand] = self.reduced(operands[operand]);
+                }
+                Err(TypeError::Convert { operand, axis, to }) => {
+                    operands[operand] = self.placed(operands[operand], axis, to);
+                }
+            }
+        };
+        let value = self.value(name, &tensor, distribution);
+        self.typed.insert(result, value);
+        self.instructions.push(Instruction::Compute(op, operands, value));
+    }
+
+    fn infer(
+        &self,
+        op: Op,
+        operands: &[ValueId],
+        result_dims: &[DimName],
+        declared: Distribution,
+    ) -> Result<Distribution, TypeError> {
+        let dims: Vec<Vec<DimName>> = operands.iter().map(|operand| self.dims(*operand)).collect();
+        let typed: Vec<Operand> = operands
+            .iter()
+            .zip(&dims)
+            .map(|(operand, dims)| Operand { dims, distribution: self.distribution(*operand) })
+            .collect();
+        infer(&op, &typed, result_dims, declared)
+    }
+
+    fn dims(&self, value: ValueId) -> Vec<DimName> {
+        self.values[value.0 as usize].shape.iter().map(|dim| dim.name).collect()
+    }
+
+    /// The typed value of a draft value; a parameter is loaded, and gathered over replicas, on first use.
+    fn current(&mut self, draft: ValueId) -> ValueId {
+        let parameter = self.draft.parameters.iter().position(|parameter| parameter.value == draft);
+        let Some(index) = parameter else { return self.typed[&draft] };
+        // The unconverted parameter is remembered per pass under a distribution that no conversion has.
+        let key = (ValueId(u32::MAX - index as u32), Distribution::REPLICATED);
+        if let Some(value) = self.converted.get(&key) {
+            return *value;
+        }
+        let DraftAlias { name, tensor } = self.alias(draft);
+        let stored = self.stored(&tensor);
+        let loaded = self.value(name, &tensor, stored);
+        self.instructions.push(Instruction::Load(index as u32, loaded));
+        let value = match stored.data {
+            Place::Flat => {
+                let whole = stored.with(SplitAxis::Data, Place::Replicated);
+                self.convert(loaded, Conversion::AllGatherFlat, vec![SplitAxis::Data], whole)
+            }
+            _ => loaded,
+        };
+        self.converted.insert(key, value);
+        value
+    }
+
+    fn stored(&self, tensor: &Tensor) -> Distribution {
+        let distribution = self.layout.parameter(tensor);
+        let sharded =
+            self.layout.strategy.zero_stage == ZeroStage::Parameters && self.layout.degree(SplitAxis::Data) > 1;
+        if sharded { distribution.with(SplitAxis::Data, Place::Flat) } else { distribution }
+    }
+
+    /// A draft value in the type of the residual stream.
+    fn as_stream(&mut self, draft: ValueId) -> ValueId {
+        let value = self.typed[&draft];
+        let partial = TENSOR_AXES.into_iter().any(|axis| self.distribution(value).on(axis).is_partial());
+        if partial { self.reduced(value) } else { value }
+    }
+
+    /// The value with its partial places on tensor axes reduced to the type of the stream.
+    fn reduced(&mut self, value: ValueId) -> ValueId {
+        let from = self.distribution(value);
+        let axes: Vec<SplitAxis> = TENSOR_AXES.into_iter().filter(|axis| from.on(*axis).is_partial()).collect();
+        let all: Vec<SplitAxis> = TENSOR_AXES.into_iter().filter(|axis| self.layout.degree(*axis) > 1).collect();
+        let Value { shape, element, .. } = self.values[value.0 as usize].clone();
+        let scattered = self.layout.splits_sequence(&Tensor { shape, element });
+        let place = |axes: &[SplitAxis], place| axes.iter().fold(from, |to, axis| to.with(*axis, place));
+        let maximum = axes.iter().any(|axis| from.on(*axis) == Place::PartialMax);
+        if scattered && axes == all {
+            let dim = DimName::Sequence;
+            return self.convert(
+                value,
+                Conversion::ReduceScatter(dim),
+                axes.clone(),
+                place(&axes, Place::Sharded(dim)),
+            );
+        }
+        let reduction = if maximum { Conversion::AllReduceMax } else { Conversion::AllReduceSum };
+        let whole = self.convert(value, reduction, axes.clone(), place(&axes, Place::Replicated));
+        if scattered {
+            return self.placed(whole, SplitAxis::Tensor, Place::Sharded(DimName::Sequence));
+        }
+        whole
+    }
+
+    /// The value placed in another way on an axis, and on the axis beside it where the dim is split over both.
+    fn placed(&mut self, value: ValueId, axis: SplitAxis, to: Place) -> ValueId {
+        let from = self.distribution(value);
+        let (conversion, dim) = match (from.on(axis), to) {
+            (Place::Replicated, Place::Sharded(dim)) => (Conversion::Slice(dim), dim),
+            (Place::Sharded(dim), _) => (Conversion::AllGather(dim), dim),
+            (found, to) => unreachable!("the rules ask for no conversion from {found:?} to {to:?}"),
+        };
+        let both = axis != SplitAxis::Data && !matches!(dim, DimName::KeyValueHeads | DimName::QueriesPerKeyValue);
+        let axes: Vec<SplitAxis> = match both {
+            true => TENSOR_AXES.into_iter().filter(|axis| self.layout.degree(*axis) > 1).collect(),
+            false => vec![axis],
+        };
+        let place = if matches!(conversion, Conversion::Slice(_)) { Place::Sharded(dim) } else { Place::Replicated };
+        let target = axes.iter().fold(from, |target, axis| target.with(*axis, place));
+        self.convert(value, conversion, axes, target)
+    }
+
+    fn convert(&mut self, value: ValueId, conversion: Conversion, axes: Vec<SplitAxis>, to: Distribution) -> ValueId {
+        if let Some(converted) = self.converted.get(&(value, to)) {
+            return *converted;
+        }
+        let Value { name, shape, element, .. } = self.values[value.0 as usize].clone();
+        let result = self.value(name, &Tensor { shape, element }, to);
+        self.instructions.push(Instruction::Convert(conversion, axes, value, result));
+        self.converted.insert((value, to), result);
+        result
+    }
+
+    /// Adds a parameter's gradient to the accumulated one; from ZeRO-2 on the owner's part only.
+    fn accumulate(&mut self, index: usize) -> Parameter {
+        let parameter = &self.draft.parameters[index];
+        let (name, tensor, tied) = (parameter.name.to_owned(), parameter.tensor.clone(), parameter.tied);
+        let stored = self.stored(&tensor);
+        let gradient = self.typed[&parameter.gradient.expect("every parameter has a gradient")];
+        let early = self.layout.strategy.zero_stage >= ZeroStage::Gradients && self.layout.degree(SplitAxis::Data) > 1;
+        let accumulated = match early {
+            true => {
+                let to = self.distribution(gradient).with(SplitAxis::Data, Place::Flat);
+                self.convert(gradient, Conversion::ReduceScatterFlat, vec![SplitAxis::Data], to)
+            }
+            false => gradient,
+        };
+        self.instructions.push(Instruction::Accumulate(index as u32, accumulated));
+        let rows = self.layout.split.padded_rows;
+        let extent = |dim: &Dim| match (dim.name, dim.extent) {
+            (DimName::Vocabulary, _) => (dim.name, rows),
+            (name, Extent::Fixed(size)) => (name, size),
+            (name, extent) => unreachable!("parameter dim {name:?} has extent {extent:?}"),
+        };
+        Parameter {
+            name,
+            shape: tensor.shape.iter().map(extent).collect(),
+            stored,
+            gradient: self.distribution(accumulated),
+            tied,
+        }
+    }
+}
+
+/// A draft value's name and tensor.
+struct DraftAlias {
+    name: String,
+    tensor: Tensor,
+}
