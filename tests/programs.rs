@@ -8,24 +8,16 @@ use std::collections::BTreeMap;
 
 use ir::graph::build_graph;
 use ir::interpreter::{Degrees, Optimizer, Sizes, StepInput, World, degrees};
-use ir::model::{Attention, Bias, DType, FeedForward, ModelSpec, NormKind, Position, Vocabulary};
+use ir::model::ModelSpec;
 use ir::reference::{
     AdamState, AdamW, Batch, Parameters, adamw_step, initial_parameters, loss_and_gradients, random_batch,
 };
 use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
-use ir::units::SequenceLength;
 use planner::compile::{compile, not_executable};
+use support::small::{Family, SEQUENCE, Shape, small_model};
 
-const SEQUENCE: usize = 8;
 const OPTIMIZER: Optimizer =
-    Optimizer { learning_rate: 1e-2, beta1: 0.9, beta2: 0.95, epsilon: 1e-8, weight_decay: 0.1, clip: 0.3 };
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Family {
-    Gpt2,
-    Bloom,
-    Llama,
-}
+    Optimizer { learning_rate: 1e-2, beta1: 0.9, beta2: 0.95, epsilon: 1e-8, weight_decay: 0.1, clip: 0.02 };
 
 /// A layout of the matrix.
 #[derive(Clone, Copy, Debug)]
@@ -47,38 +39,8 @@ struct Case {
 }
 
 fn model(case: &Case) -> ModelSpec {
-    let llama = case.family == Family::Llama;
-    let hidden = case.heads * 4;
-    ModelSpec {
-        name: "case".to_owned(),
-        source: "test".to_owned(),
-        num_layers: case.layers,
-        hidden_size: hidden,
-        attention: Attention::MultiHead {
-            num_attention_heads: case.heads,
-            num_key_value_heads: Some(case.key_value_heads),
-            head_dim: None,
-        },
-        feed_forward: match llama {
-            true => FeedForward::SwiGlu { intermediate_size: 24 },
-            false => FeedForward::Gelu { intermediate_size: 24 },
-        },
-        norm: if llama { NormKind::RmsNorm } else { NormKind::LayerNorm },
-        bias: if llama { Bias::None } else { Bias::All },
-        position: match case.family {
-            Family::Gpt2 => Position::Learned,
-            Family::Bloom => Position::Alibi,
-            Family::Llama => Position::Rotary,
-        },
-        vocabulary: Vocabulary { size: case.vocabulary, padded: None },
-        embedding_norm: case.family == Family::Bloom,
-        tied_embedding: case.tied,
-        max_sequence_length: SequenceLength::Tokens(SEQUENCE as u64),
-        sequence_length: None,
-        global_batch: None,
-        dtype: DType::FP32,
-        published_parameters: None,
-    }
+    let Case { family, tied, heads, key_value_heads, layers, vocabulary, .. } = *case;
+    small_model(Shape { family, tied, heads, key_value_heads, layers, vocabulary })
 }
 
 fn strategy(case: &Case) -> Strategy {

@@ -151,7 +151,8 @@ fn infer_on(
         return Ok(Place::PartialSum);
     }
     // Linear in the gradient: summands of it give summands of the table's.
-    if *op == Op::LookupGradient && places == [Place::Replicated, Place::PartialSum] && declared == Place::Replicated {
+    let whole_table = !matches!(declared, Place::Sharded(_));
+    if *op == Op::LookupGradient && places == [Place::Replicated, Place::PartialSum] && whole_table {
         return Ok(Place::PartialSum);
     }
     if let Some(operand) = places.iter().position(|place| place.is_partial()) {

@@ -2,6 +2,7 @@
 //!
 //! Reads and writes no files, knows no formula of time, and never searches.
 
+pub mod derivative;
 pub mod distribution;
 pub mod error;
 pub mod graph;
@@ -14,6 +15,7 @@ pub mod program;
 pub mod provenance;
 #[cfg(feature = "interpreter")]
 pub mod reference;
+pub mod schedule;
 pub mod sharding;
 pub mod strategy;
 pub mod text;

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Problem};
 use crate::mesh::{GroupFamily, Mesh, StageId};
 use crate::model::{ModelSpec, Workload};
+use crate::program::Program;
 use crate::provenance::Provenance;
 use crate::sharding::ParameterShard;
 use crate::strategy::Strategy;
@@ -20,7 +21,7 @@ use crate::units::{Bytes, Flops, Seconds};
 pub const FORMAT_VERSION: u32 = 1;
 
 /// Depth of brackets that are written one field a line.
-const WRITTEN_DEPTH: usize = 3;
+const WRITTEN_DEPTH: usize = 5;
 /// What to do about a text that is no plan.
 const NO_PLAN: &str = "this is no plan file, or it was cut short or changed by hand: write it again with `plan`";
 
@@ -58,6 +59,9 @@ pub struct Plan {
     pub estimate: Estimate,
     /// How the choice was made.
     pub search: SearchReport,
+    /// What every rank executes; present if the strategy is executable.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub program: Option<Program>,
 }
 
 /// Names and hashes of what the plan was made from.

@@ -265,28 +265,39 @@ pub struct Index {
     pub backwards: bool,
 }
 
-/// One instruction of an update, over the stage's parameters.
+/// One instruction of an update, for a parameter of one or several layers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum UpdateInstruction {
-    /// Sums a gradient's summands over tensor ranks (norms under sequence parallelism).
-    ReduceOverTensor(ParameterRef, Vec<SplitAxis>),
-    /// Sums the two copies of the tied embedding over the first and the last stage.
-    ReduceOverTied(ParameterRef),
-    /// Sums a gradient over replicas.
-    ReduceOverData(ParameterRef, Conversion),
-    /// Adds a gradient's squares to the sum of the listed class; the axes are those it is sharded along.
-    AddSquares(ParameterRef, Vec<SplitAxis>),
+    /// Sums gradients' summands over tensor ranks (norms under sequence parallelism).
+    ReduceOverTensor(ParameterRange, Vec<SplitAxis>),
+    /// Sums the two copies of the tied embedding's gradient over the first and the last stage.
+    ReduceOverTied(ParameterRange),
+    /// Sums gradients over replicas.
+    ReduceOverData(ParameterRange, Conversion),
+    /// Adds gradients' squares to the sum of the listed class; the axes are those they are sharded along.
+    AddSquares(ParameterRange, Vec<SplitAxis>),
     /// Sums every class over its axes, then everything over the stages: the squared global norm.
     FinishNorm,
-    /// AdamW on the part of the parameter that the rank owns, with the gradient clipped by the norm.
-    AdamW(ParameterRef),
-    /// Joins the owned parts of a parameter on every replica.
-    GatherOverData(ParameterRef),
+    /// AdamW on the part of the parameters that the rank owns, with gradients clipped by the norm.
+    AdamW(ParameterRange),
+    /// Joins the owned parts of parameters on every replica.
+    GatherOverData(ParameterRange),
+}
+
+/// A parameter of consecutive layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ParameterRange {
+    /// Body.
+    pub body: u32,
+    /// First layer and one past the last, counted over the model; (0, 1) for embedding and head.
+    pub layers: (u64, u64),
+    /// Parameter of the body.
+    pub parameter: u32,
 }
 
 /// A parameter of one layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ParameterRef {
     /// Body.
     pub body: u32,
@@ -294,6 +305,32 @@ pub struct ParameterRef {
     pub layer: u64,
     /// Parameter of the body.
     pub parameter: u32,
+}
+
+impl ParameterRange {
+    /// Each layer's parameter.
+    pub fn each(self) -> impl Iterator<Item = ParameterRef> {
+        (self.layers.0..self.layers.1).map(move |layer| ParameterRef {
+            body: self.body,
+            layer,
+            parameter: self.parameter,
+        })
+    }
+}
+
+impl UpdateInstruction {
+    /// The parameters that the instruction concerns; none for the norm.
+    pub fn parameters(&self) -> Option<ParameterRange> {
+        match self {
+            UpdateInstruction::ReduceOverTensor(range, _)
+            | UpdateInstruction::ReduceOverTied(range)
+            | UpdateInstruction::ReduceOverData(range, _)
+            | UpdateInstruction::AddSquares(range, _)
+            | UpdateInstruction::AdamW(range)
+            | UpdateInstruction::GatherOverData(range) => Some(*range),
+            UpdateInstruction::FinishNorm => None,
+        }
+    }
 }
 
 impl Count {

@@ -11,9 +11,30 @@
 //! 8. every stage's parameters are those of its blocks, and its micro-batches in flight those of the schedule;
 //! 9. the terms of the estimate add up to the step, and its tokens per second follow from it;
 //! 10. no stage uses more than the usable memory, and the summary names the fullest;
-//! 11. the search's counts add up.
+//! 11. the search's counts add up;
+//!
+//! and of a plan with programs:
+//!
+//! 12. bodies hold the blocks' parameters, stored as the strategy says;
+//! 13. without its conversions a body is exactly its block, and the block's derivative with the declared
+//!     recomputation: every operator once, with its operands;
+//! 14. every operator is well typed, and every conversion leads from one type to another over a whole group;
+//! 15. every gradient is accumulated once, in a type that its update can reduce;
+//! 16. every value is written before it is read, and freed once, after it is last read;
+//! 17. with 1, p − 1, p, p + 1 and the planned number of micro-batches, every layer sees every micro-batch
+//!     forward and backward once and in order, every message is received, no stage waits for ever, and no
+//!     more micro-batches are in flight than the schedule allows;
+//! 18. every gradient ends in the type of its parameter's optimizer state, is counted once in the norm, and
+//!     every parameter is stepped once and whole again where it is stored whole.
 //!
 //! All violations are reported at once, each with its place in the file.
+
+mod body;
+mod program;
+mod schedule;
+mod update;
+
+use program::check_program;
 
 use crate::error::Problem;
 use crate::graph::{BlockRole, ModelGraph, build_graph, count_parameters};
@@ -52,20 +73,21 @@ pub fn verify(plan: &Plan, origin: &str) -> Vec<Problem> {
     check_estimate(plan, &mut check);
     check_memory(plan, &mut check);
     check_search(plan, &mut check);
+    check_program(plan, &graph, split, &mut check);
     check.problems
 }
 
-struct Check<'a> {
+pub(crate) struct Check<'a> {
     origin: &'a str,
-    problems: Vec<Problem>,
+    pub(crate) problems: Vec<Problem>,
 }
 
 impl Check<'_> {
-    fn report(&mut self, what: impl Into<String>, place: &str, help: &str) {
+    pub(crate) fn report(&mut self, what: impl Into<String>, place: &str, help: &str) {
         self.problems.push(Problem::new(what, format!("{}, {place}", self.origin), help));
     }
 
-    fn expect<T: PartialEq + std::fmt::Debug>(&mut self, found: T, expected: T, place: &str, rule: &str) {
+    pub(crate) fn expect<T: PartialEq + std::fmt::Debug>(&mut self, found: T, expected: T, place: &str, rule: &str) {
         if found != expected {
             self.report(format!("{rule}: found {found:?}, expected {expected:?}"), place, EDITED);
         }
@@ -73,7 +95,7 @@ impl Check<'_> {
 }
 
 /// What to do about a plan that contradicts itself.
-const EDITED: &str = "the file was changed by hand or damaged: write it again with `plan`";
+pub(crate) const EDITED: &str = "the file was changed by hand or damaged: write it again with `plan`";
 
 fn check_inputs(plan: &Plan, check: &mut Check) {
     if let Err(error) = check_model(&plan.model, check.origin) {

@@ -10,30 +10,27 @@
 //! | update | `update_parameters` | reductions, norm, optimizer |
 
 mod collectives;
-mod differentiate;
 mod frees;
 mod schedule;
 mod update;
 
+use ir::derivative::{differentiate, undifferentiable};
 use ir::graph::{BlockRole, ModelGraph};
-use ir::model::{Attention, ModelSpec, layer_runs};
+use ir::model::ModelSpec;
 use ir::program::Program;
 use ir::sharding::tensor_split;
 use ir::strategy::Strategy;
 
 use collectives::{Layout, insert_collectives};
-use differentiate::differentiate;
 use frees::insert_frees;
+
 use schedule::schedule_stages;
 use update::update_parameters;
 
 /// Why the compiler cannot build a strategy yet, or `None` if it can.
 pub fn not_executable(model: &ModelSpec, strategy: &Strategy) -> Option<String> {
-    if matches!(model.attention, Attention::MultiLatent { .. }) {
-        return Some("latent attention is not compiled yet".to_owned());
-    }
-    if layer_runs(model).iter().any(|run| matches!(run.feed_forward, ir::model::LayerFeedForward::Experts { .. })) {
-        return Some("mixtures of experts are not compiled yet".to_owned());
+    if let Some(reason) = undifferentiable(model) {
+        return Some(reason.to_owned());
     }
     if strategy.context_parallel > 1 || strategy.expert_parallel > 1 || strategy.virtual_stages > 1 {
         return Some("context, expert and interleaved parallelism are not compiled yet".to_owned());

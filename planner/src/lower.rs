@@ -6,6 +6,7 @@ use cost_models::pipeline::in_flight;
 use cost_models::step::{costed_blocks, stage_load, with_provenance};
 use ir::graph::{BlockRole, ModelGraph, count_parameters};
 use ir::mesh::{StageId, build_mesh};
+use ir::model::ModelSpec;
 use ir::plan::{BlockShards, Estimate, Executable, FORMAT_VERSION, Inputs, Plan, SearchReport, Stage, StopReason};
 use ir::provenance::Provenance;
 use ir::sharding::{TensorSplit, tensor_split};
@@ -13,11 +14,9 @@ use ir::strategy::Strategy;
 use ir::text::content_hash;
 use ir::units::Bytes;
 
+use crate::compile::{compile, not_executable};
 use crate::request::Request;
 use crate::search::{Outcome, Scored, scenario};
-
-/// Why plans of this version hold no programs.
-const NOT_COMPILED: &str = "this version writes no operator programs: its plans can be inspected and checked, not run";
 
 /// Builds the plan of a layout.
 pub fn lower(request: &Request, graph: &ModelGraph, scored: &Scored, search: SearchReport) -> Plan {
@@ -25,6 +24,7 @@ pub fn lower(request: &Request, graph: &ModelGraph, scored: &Scored, search: Sea
     let mesh = build_mesh(strategy);
     let split = split_of(request, strategy);
     let axes = mesh.axes.iter().filter(|(_, degree)| *degree > 1);
+    let obstacle = not_executable(&request.model, strategy);
     Plan {
         format_version: FORMAT_VERSION,
         planwright_version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -34,7 +34,8 @@ pub fn lower(request: &Request, graph: &ModelGraph, scored: &Scored, search: Sea
         added_parameters: split.added_parameters(&request.model),
         workload: request.workload,
         strategy: strategy.clone(),
-        executable: Executable::No(NOT_COMPILED.to_owned()),
+        program: obstacle.is_none().then(|| compile(&request.model, graph, strategy)),
+        executable: executable(&request.model, strategy),
         groups: axes.map(|(axis, _)| mesh.groups(*axis)).collect(),
         mesh,
         parameter_shards: parameter_shards(graph, split),
@@ -42,6 +43,11 @@ pub fn lower(request: &Request, graph: &ModelGraph, scored: &Scored, search: Sea
         estimate: estimate(request, graph, scored),
         search,
     }
+}
+
+/// Whether a strategy can be run, and if not why.
+pub fn executable(model: &ModelSpec, strategy: &Strategy) -> Executable {
+    not_executable(model, strategy).map_or(Executable::Yes, Executable::No)
 }
 
 /// What a layout should cost.

@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each test uses a part")]
 
 pub mod published;
+pub mod small;
 
 use cost_models::machine::Machine;
 use hardware_profiles::{find_cluster, find_device, find_stack};

@@ -9,8 +9,12 @@ use super::{Coordinate, Degrees, Sizes, StepInput, parameter_key};
 use crate::distribution::{Distribution, Place, SplitAxis};
 use crate::graph::DimName;
 use crate::program::{
-    Body, Direction, InputKind, Instruction, Op, ParameterRef, Program, StageInstruction, StageProgram, Value, ValueId,
+    Body, Direction, InputKind, Instruction, Op, ParameterRef, Program, StageProgram, Value, ValueId,
 };
+use crate::schedule::{Pass, unroll};
+
+/// Most passes of a stage that are interpreted.
+const MOST_PASSES: usize = 1 << 20;
 
 /// Arrays of all ranks of a stage.
 pub type PerRank = Vec<Array>;
@@ -40,15 +44,6 @@ struct Frame {
     values: Vec<Option<PerRank>>,
 }
 
-/// An instruction with its loops unrolled.
-#[derive(Clone, Copy, Debug)]
-enum Pass {
-    Receive(Direction, u64),
-    Send(Direction, u64),
-    Forward(u32, u64, u64),
-    Backward(u32, u64, u64),
-}
-
 /// Messages between stages: sender, what, micro-batch.
 type Mail = BTreeMap<(usize, Direction, u64), PerRank>;
 
@@ -72,7 +67,7 @@ impl<'a> Stage<'a> {
             streams: BTreeMap::new(),
             frames: BTreeMap::new(),
         };
-        for pass in unroll(&code.schedule, 1)? {
+        for pass in unroll(&code.schedule, 1, MOST_PASSES)? {
             let Pass::Forward(body, layer, _) = pass else { continue };
             for parameter in 0..program.bodies[body as usize].parameters.len() as u32 {
                 let reference = stage.resolve(ParameterRef { body, layer, parameter });
@@ -357,8 +352,10 @@ impl<'a> Stage<'a> {
 
 /// Runs the schedules of all stages.
 pub fn run_schedules(stages: &mut [Stage], input: &StepInput) -> Result<(), String> {
-    let passes: Vec<Vec<Pass>> =
-        stages.iter().map(|stage| unroll(&stage.code.schedule, input.micro_batches)).collect::<Result<_, _>>()?;
+    let passes: Vec<Vec<Pass>> = stages
+        .iter()
+        .map(|stage| unroll(&stage.code.schedule, input.micro_batches, MOST_PASSES))
+        .collect::<Result<_, _>>()?;
     let mut next = vec![0; stages.len()];
     let mut mail = Mail::new();
     loop {
@@ -412,44 +409,6 @@ fn run_pass(stage: &mut Stage, index: usize, pass: Pass, mail: &mut Mail, input:
         Pass::Backward(body, layer, batch) => stage.backward(body, layer, batch, input)?,
     }
     Ok(true)
-}
-
-/// Unrolls the loops of a schedule.
-fn unroll(schedule: &[StageInstruction], micro_batches: u64) -> Result<Vec<Pass>, String> {
-    let mut passes = Vec::new();
-    unroll_into(schedule, micro_batches, &mut Vec::new(), &mut passes)?;
-    Ok(passes)
-}
-
-fn unroll_into(
-    schedule: &[StageInstruction],
-    micro_batches: u64,
-    loops: &mut Vec<u64>,
-    passes: &mut Vec<Pass>,
-) -> Result<(), String> {
-    for instruction in schedule {
-        let at = |index: &crate::program::Index, loops: &[u64]| {
-            index.value(micro_batches, loops).ok_or_else(|| format!("index {index:?} is outside its loops"))
-        };
-        match instruction {
-            StageInstruction::Repeat(count, body) => {
-                for round in 0..count.value(micro_batches) {
-                    loops.push(round);
-                    unroll_into(body, micro_batches, loops, passes)?;
-                    loops.pop();
-                }
-            }
-            StageInstruction::Receive(direction, batch) => passes.push(Pass::Receive(*direction, at(batch, loops)?)),
-            StageInstruction::Send(direction, batch) => passes.push(Pass::Send(*direction, at(batch, loops)?)),
-            StageInstruction::Forward(body, layer, batch) => {
-                passes.push(Pass::Forward(*body, at(layer, loops)?, at(batch, loops)?));
-            }
-            StageInstruction::Backward(body, layer, batch) => {
-                passes.push(Pass::Backward(*body, at(layer, loops)?, at(batch, loops)?));
-            }
-        }
-    }
-    Ok(())
 }
 
 /// A distribution with the data axis left out.

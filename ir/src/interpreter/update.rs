@@ -45,8 +45,9 @@ pub fn run_updates(
         for index in 0..stages.len() {
             while next[index] < ends[index] {
                 let instruction = &stages[index].code.update[next[index]];
-                if let UpdateInstruction::ReduceOverTied(reference) = instruction {
-                    waiting.push((index, *reference));
+                if let UpdateInstruction::ReduceOverTied(range) = instruction {
+                    let reference = range.each().next().ok_or("an empty range of tied parameters")?;
+                    waiting.push((index, reference));
                     break;
                 }
                 reduce(&mut stages[index], instruction, &mut squares[index])?;
@@ -73,8 +74,12 @@ pub fn run_updates(
         stage.steps += 1;
         for instruction in &stage.code.update[end + 1..] {
             match instruction {
-                UpdateInstruction::AdamW(reference) => adamw(stage, *reference, optimizer, coefficient)?,
-                UpdateInstruction::GatherOverData(reference) => gather(stage, *reference)?,
+                UpdateInstruction::AdamW(range) => {
+                    range.each().try_for_each(|reference| adamw(stage, reference, optimizer, coefficient))?;
+                }
+                UpdateInstruction::GatherOverData(range) => {
+                    range.each().try_for_each(|reference| gather(stage, reference))?;
+                }
                 other => return Err(format!("{other:?} after the norm")),
             }
         }
@@ -86,24 +91,24 @@ pub fn run_updates(
 fn reduce(stage: &mut Stage, instruction: &UpdateInstruction, squares: &mut Squares) -> Result<(), String> {
     let Sizes { degrees, .. } = stage.sizes;
     match instruction {
-        UpdateInstruction::ReduceOverTensor(reference, axes) => {
-            over_gradient(stage, *reference, |held, shape, stored| {
+        UpdateInstruction::ReduceOverTensor(range, axes) => range.each().try_for_each(|reference| {
+            over_gradient(stage, reference, |held, shape, stored| {
                 convert(Conversion::AllReduceSum, axes, held, shape, stored, degrees)
             })
-        }
-        UpdateInstruction::ReduceOverData(reference, conversion) => {
-            over_gradient(stage, *reference, |held, shape, stored| {
+        }),
+        UpdateInstruction::ReduceOverData(range, conversion) => range.each().try_for_each(|reference| {
+            over_gradient(stage, reference, |held, shape, stored| {
                 convert(*conversion, &[SplitAxis::Data], held, shape, stored, degrees)
             })
-        }
-        UpdateInstruction::AddSquares(reference, axes) => {
-            let held = gradient(stage, *reference)?;
+        }),
+        UpdateInstruction::AddSquares(range, axes) => range.each().try_for_each(|reference| {
+            let held = gradient(stage, reference)?;
             let sums = squares.entry(axes.clone()).or_insert_with(|| vec![0.0; degrees.ranks()]);
             for (sum, array) in sums.iter_mut().zip(held) {
                 *sum += array.data.iter().map(|x| x * x).sum::<f64>();
             }
             Ok(())
-        }
+        }),
         UpdateInstruction::ReduceOverTied(_)
         | UpdateInstruction::FinishNorm
         | UpdateInstruction::AdamW(_)

@@ -12,7 +12,7 @@ use ir::program::{Body, Conversion, Instruction, Op, Parameter, Value, ValueId};
 use ir::sharding::TensorSplit;
 use ir::strategy::{Strategy, ZeroStage};
 
-use super::differentiate::{Draft, Step};
+use ir::derivative::{Draft, Step};
 
 /// Axes that the tensor degree is made of.
 const TENSOR_AXES: [SplitAxis; 2] = [SplitAxis::Tensor, SplitAxis::Query];

@@ -2,7 +2,7 @@
 
 use ir::distribution::{Place, SplitAxis};
 use ir::model::ModelSpec;
-use ir::program::{Body, Conversion, Parameter, ParameterRef, StageInstruction, StageProgram, UpdateInstruction};
+use ir::program::{Body, Conversion, Parameter, ParameterRange, StageInstruction, StageProgram, UpdateInstruction};
 use ir::strategy::{Strategy, ZeroStage};
 
 /// Appends the update to each stage.
@@ -54,7 +54,7 @@ fn stage_update(
 }
 
 fn reduce(
-    reference: ParameterRef,
+    reference: ParameterRange,
     parameter: &Parameter,
     model: &ModelSpec,
     strategy: &Strategy,
@@ -90,23 +90,23 @@ fn sharded_axes(parameter: &Parameter, strategy: &Strategy) -> Vec<SplitAxis> {
 }
 
 /// Parameters that a stage holds; the head's use of an embedding on the same stage is the embedding's.
-fn parameters_of<'a>(stage: &StageProgram, bodies: &'a [Body], ends: Ends) -> Vec<(ParameterRef, &'a Parameter)> {
+fn parameters_of<'a>(stage: &StageProgram, bodies: &'a [Body], ends: Ends) -> Vec<(ParameterRange, &'a Parameter)> {
     let mut held = Vec::new();
-    for (body, layer) in forward_calls(&stage.schedule) {
+    for (body, layers) in forward_calls(&stage.schedule) {
         for (index, parameter) in bodies[body as usize].parameters.iter().enumerate() {
             let elsewhere = parameter.tied && ends.first && ends.last;
             if !elsewhere {
-                held.push((ParameterRef { body, layer, parameter: index as u32 }, parameter));
+                held.push((ParameterRange { body, layers, parameter: index as u32 }, parameter));
             }
         }
     }
-    held.sort_by_key(|(reference, _)| *reference);
-    held.dedup_by_key(|(reference, _)| *reference);
+    held.sort_by_key(|(range, _)| *range);
+    held.dedup_by_key(|(range, _)| *range);
     held
 }
 
-/// Bodies and layers that a schedule calls forward, in the order of the first pass that names each.
-fn forward_calls(schedule: &[StageInstruction]) -> Vec<(u32, u64)> {
+/// Bodies that a schedule calls forward, each with its layers.
+fn forward_calls(schedule: &[StageInstruction]) -> Vec<(u32, (u64, u64))> {
     let mut calls = Vec::new();
     for instruction in schedule {
         let StageInstruction::Repeat(_, passes) = instruction else { continue };
@@ -114,8 +114,8 @@ fn forward_calls(schedule: &[StageInstruction]) -> Vec<(u32, u64)> {
             let StageInstruction::Repeat(count, inner) = pass else { continue };
             for call in inner {
                 if let StageInstruction::Forward(body, layer, _) = call {
-                    let layers = (0..count.value(0)).filter_map(|index| layer.value(0, &[0, index]));
-                    calls.extend(layers.map(|layer| (*body, layer)));
+                    let start = layer.start.value(0);
+                    calls.push((*body, (start, start + count.value(0))));
                 }
             }
         }

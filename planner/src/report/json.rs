@@ -6,6 +6,8 @@ use ir::strategy::Strategy;
 use ir::units::Bytes;
 use serde_json::{Value, json};
 
+use crate::lower::executable;
+
 /// `plan --json`: the plan and its alternatives, the best first.
 pub fn search_result(
     plan: &Plan,
@@ -27,7 +29,7 @@ pub fn search_result(
         .iter()
         .map(|(strategy, estimate)| {
             json!({
-                "strategy": strategy_value(strategy, &plan.executable),
+                "strategy": strategy_value(strategy, &executable(&plan.model, strategy)),
                 "estimate": estimate_value(strategy, estimate, plan.mesh.world_size()),
             })
         })

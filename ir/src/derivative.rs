@@ -4,10 +4,10 @@
 
 use std::collections::BTreeMap;
 
-use ir::graph::{Block, BlockRole, Dim, Element, OperatorId, OperatorKind, Tensor};
-use ir::model::{Attention, ModelSpec};
-use ir::program::{InputKind, Op, ValueId};
-use ir::strategy::Recompute;
+use crate::graph::{Block, BlockRole, Dim, Element, OperatorId, OperatorKind, Tensor};
+use crate::model::{Attention, LayerFeedForward, LayerRun, ModelSpec, layer_runs};
+use crate::program::{InputKind, Op, ValueId};
+use crate::strategy::Recompute;
 
 /// A block with untyped forward and backward steps.
 #[derive(Clone, Debug)]
@@ -65,7 +65,19 @@ pub enum Step {
     Compute(Op, Vec<ValueId>, ValueId, Option<ValueId>),
 }
 
-/// Differentiates a block.
+/// Why the blocks of a model cannot be differentiated, or `None` if they can.
+pub fn undifferentiable(model: &ModelSpec) -> Option<&'static str> {
+    let experts = |run: LayerRun| matches!(run.feed_forward, LayerFeedForward::Experts { .. });
+    if matches!(model.attention, Attention::MultiLatent { .. }) {
+        Some("latent attention is not compiled yet")
+    } else if layer_runs(model).into_iter().any(experts) {
+        Some("mixtures of experts are not compiled yet")
+    } else {
+        None
+    }
+}
+
+/// Differentiates a block of a model to which [`undifferentiable`] has no objection.
 pub fn differentiate(block: &Block, model: &ModelSpec, recompute: Recompute) -> Draft {
     let mut pass = Pass::new(block, model);
     pass.append_forward();
@@ -177,7 +189,7 @@ impl<'a> Pass<'a> {
             | OperatorKind::Concatenate
             | OperatorKind::TopK
             | OperatorKind::Dispatch
-            | OperatorKind::Combine => unreachable!("`not_executable` refuses models with these operators"),
+            | OperatorKind::Combine => unreachable!("`undifferentiable` names models with these operators"),
         }
     }
 

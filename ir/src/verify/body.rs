@@ -1,0 +1,437 @@
+//! Rules on a body: it computes the block and its derivative, is well typed, and ends every life once.
+
+use std::collections::BTreeMap;
+
+use super::{Check, EDITED};
+use crate::derivative::{Draft, Step};
+use crate::distribution::{Distribution, Operand, Place, SplitAxis, infer};
+use crate::graph::{Dim, DimName, Element, Extent, Tensor};
+use crate::program::{Body, Conversion, Instruction, Op, Value, ValueId};
+use crate::sharding::TensorSplit;
+use crate::strategy::{Strategy, ZeroStage};
+
+/// What the types of a body depend on.
+#[derive(Clone, Copy)]
+pub struct Setting<'a> {
+    pub split: TensorSplit,
+    pub strategy: &'a Strategy,
+}
+
+impl Setting<'_> {
+    /// Ranks along an axis.
+    pub fn degree(&self, axis: SplitAxis) -> u64 {
+        match axis {
+            SplitAxis::Data => self.strategy.data_parallel,
+            SplitAxis::Tensor => self.split.key_value_ways,
+            SplitAxis::Query => self.split.tensor_parallel / self.split.key_value_ways,
+        }
+    }
+
+    fn normal(&self, distribution: Distribution) -> Distribution {
+        let single = SplitAxis::ALL.into_iter().filter(|axis| self.degree(*axis) == 1);
+        single.fold(distribution, |normal, axis| normal.with(axis, Place::Replicated))
+    }
+
+    /// Type of index data and of activations between blocks.
+    fn stream(&self, value: &Value) -> Distribution {
+        let has = |name| value.shape.iter().any(|dim| dim.name == name);
+        let mut stream = Distribution::REPLICATED;
+        if has(DimName::MicroBatch) {
+            stream.data = Place::Sharded(DimName::MicroBatch);
+        }
+        if self.split.sequence_parallel && has(DimName::Sequence) && has(DimName::Hidden) {
+            stream.tensor = Place::Sharded(DimName::Sequence);
+            stream.query = Place::Sharded(DimName::Sequence);
+        }
+        self.normal(stream)
+    }
+
+    /// Type of a stored parameter with these dims.
+    pub fn stored(&self, shape: &[(DimName, u64)]) -> Distribution {
+        let mut stored = Distribution::REPLICATED;
+        for (name, _) in shape {
+            match name {
+                DimName::KeyValueHeads => stored.tensor = Place::Sharded(*name),
+                DimName::QueriesPerKeyValue => stored.query = Place::Sharded(*name),
+                DimName::Intermediate | DimName::Vocabulary => {
+                    stored.tensor = Place::Sharded(*name);
+                    stored.query = Place::Sharded(*name);
+                }
+                _ => {}
+            }
+        }
+        if self.strategy.zero_stage == ZeroStage::Parameters {
+            stored.data = Place::Flat;
+        }
+        self.normal(stored)
+    }
+}
+
+/// Checks a body against the block's draft.
+pub fn check_body(body: &Body, draft: &Draft, setting: Setting, place: &str, check: &mut Check) {
+    if !ids_exist(body, place, check) {
+        return;
+    }
+    check_parameters(body, draft, setting, place, check);
+    check_lives(body, place, check);
+    check_types(body, setting, place, check);
+    check_computation(body, draft, setting, place, check);
+}
+
+/// Whether every id names something; nothing else is checked otherwise.
+fn ids_exist(body: &Body, place: &str, check: &mut Check) -> bool {
+    let values = body.values.len();
+    let ends = [body.input, Some(body.output), body.output_gradient, body.input_gradient];
+    let in_range = |value: &ValueId| (value.0 as usize) < values;
+    let mut sound = ends.iter().flatten().all(in_range);
+    for instruction in body.forward.iter().chain(&body.backward) {
+        let parameter = match instruction {
+            Instruction::Load(parameter, _) | Instruction::Accumulate(parameter, _) => *parameter as usize,
+            _ => 0,
+        };
+        let known = parameter < body.parameters.len().max(1);
+        sound &= known && reads(instruction).iter().chain(&writes(instruction)).all(in_range);
+    }
+    if !sound {
+        check.report("an instruction names a value or parameter that does not exist", place, EDITED);
+    }
+    sound
+}
+
+/// Values that an instruction reads.
+pub fn reads(instruction: &Instruction) -> Vec<ValueId> {
+    match instruction {
+        Instruction::Compute(_, operands, _) => operands.clone(),
+        Instruction::Convert(_, _, from, _) => vec![*from],
+        Instruction::Accumulate(_, value) | Instruction::Free(value) => vec![*value],
+        Instruction::Input(..) | Instruction::Load(..) => Vec::new(),
+    }
+}
+
+/// The value that an instruction writes.
+pub fn writes(instruction: &Instruction) -> Option<ValueId> {
+    match instruction {
+        Instruction::Input(_, value) | Instruction::Load(_, value) | Instruction::Compute(_, _, value) => Some(*value),
+        Instruction::Convert(_, _, _, to) => Some(*to),
+        Instruction::Accumulate(..) | Instruction::Free(_) => None,
+    }
+}
+
+fn check_parameters(body: &Body, draft: &Draft, setting: Setting, place: &str, check: &mut Check) {
+    check.expect(body.name.as_str(), draft.name.as_str(), place, "name of the block");
+    check.expect(body.parameters.len(), draft.parameters.len(), place, "number of parameters");
+    for (found, expected) in body.parameters.iter().zip(&draft.parameters) {
+        let place = format!("{place}, parameter {}", expected.name);
+        check.expect(found.name.as_str(), expected.name, &place, "name");
+        check.expect(found.tied, expected.tied, &place, "tied");
+        let extent = |name: DimName, extent: Extent| match (name, extent) {
+            (DimName::Vocabulary, _) => setting.split.padded_rows,
+            (_, Extent::Fixed(size)) => size,
+            (_, Extent::MicroBatch | Extent::Sequence) => 0,
+        };
+        let shape = expected.tensor.shape.iter().map(|dim| (dim.name, extent(dim.name, dim.extent))).collect();
+        check.expect(&found.shape, &shape, &place, "shape");
+        check.expect(found.stored, setting.stored(&shape), &place, "stored distribution");
+    }
+}
+
+/// Whether a value is alive.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Life {
+    Unborn,
+    Alive,
+    Ended,
+}
+
+fn check_lives(body: &Body, place: &str, check: &mut Check) {
+    let mut lives = vec![Life::Unborn; body.values.len()];
+    if let Some(input) = body.input {
+        lives[input.0 as usize] = Life::Alive;
+    }
+    live_through(body, &body.forward, &mut lives, &format!("{place}, forward"), check);
+    if lives[body.output.0 as usize] != Life::Alive {
+        check.report("the output does not exist at the end of forward", place, EDITED);
+    }
+    if let Some(gradient) = body.output_gradient {
+        if lives[gradient.0 as usize] != Life::Unborn {
+            check.report("forward writes the gradient of the output", place, EDITED);
+        }
+        lives[gradient.0 as usize] = Life::Alive;
+    }
+    live_through(body, &body.backward, &mut lives, &format!("{place}, backward"), check);
+    for (index, life) in lives.iter().enumerate() {
+        let value = ValueId(index as u32);
+        let leaves = value == body.output || Some(value) == body.input_gradient;
+        let expected = if leaves { Life::Alive } else { Life::Ended };
+        if *life != expected {
+            let what = match life {
+                Life::Unborn => "is never written",
+                Life::Alive => "is never freed",
+                Life::Ended => "leaves the body but is freed",
+            };
+            check.report(format!("value {index} ({}) {what}", body.values[index].name), place, EDITED);
+        }
+    }
+}
+
+fn live_through(body: &Body, instructions: &[Instruction], lives: &mut [Life], place: &str, check: &mut Check) {
+    for (line, instruction) in instructions.iter().enumerate() {
+        let place = format!("{place}, instruction {line}");
+        let name = |value: ValueId| body.values[value.0 as usize].name.clone();
+        for value in reads(instruction) {
+            if lives[value.0 as usize] != Life::Alive {
+                check.report(format!("value {} ({}) is used but not alive", value.0, name(value)), &place, EDITED);
+            }
+        }
+        if let Instruction::Free(value) = instruction {
+            lives[value.0 as usize] = Life::Ended;
+        }
+        if let Some(value) = writes(instruction) {
+            if lives[value.0 as usize] != Life::Unborn {
+                check.report(format!("value {} ({}) is written twice", value.0, name(value)), &place, EDITED);
+            }
+            lives[value.0 as usize] = Life::Alive;
+        }
+    }
+}
+
+fn check_types(body: &Body, setting: Setting, place: &str, check: &mut Check) {
+    let value = |id: ValueId| &body.values[id.0 as usize];
+    for (index, instruction) in body.forward.iter().chain(&body.backward).enumerate() {
+        let line = match index.checked_sub(body.forward.len()) {
+            None => format!("{place}, forward, instruction {index}"),
+            Some(index) => format!("{place}, backward, instruction {index}"),
+        };
+        match instruction {
+            Instruction::Input(_, id) => {
+                check.expect(value(*id).distribution, setting.stream(value(*id)), &line, "type of index data");
+            }
+            Instruction::Load(parameter, id) => {
+                let parameter = &body.parameters[*parameter as usize];
+                check.expect(value(*id).distribution, parameter.stored, &line, "type of the stored parameter");
+                let whole = |(name, size): &(DimName, u64)| Dim { name: *name, extent: Extent::Fixed(*size) };
+                let shape: Vec<Dim> = parameter.shape.iter().map(whole).collect();
+                check.expect(&value(*id).shape, &shape, &line, "shape of the stored parameter");
+                check.expect(value(*id).element, Element::Model, &line, "number format of a parameter");
+            }
+            Instruction::Compute(op, operands, id) => check_operator(body, op, operands, *id, setting, &line, check),
+            Instruction::Convert(conversion, axes, from, to) => {
+                check_conversion(*conversion, axes, [value(*from), value(*to)], setting, &line, check);
+            }
+            Instruction::Accumulate(parameter, id) => {
+                let parameter = &body.parameters[*parameter as usize];
+                check.expect(value(*id).distribution, parameter.gradient, &line, "type of the accumulated gradient");
+                check_gradient(parameter.gradient, parameter.stored, setting, &line, check);
+            }
+            Instruction::Free(_) => {}
+        }
+    }
+    let ends = [body.input, body.output_gradient.map(|_| body.output), body.output_gradient, body.input_gradient];
+    for id in ends.into_iter().flatten() {
+        check.expect(value(id).distribution, setting.stream(value(id)), place, "type of an activation between blocks");
+    }
+}
+
+/// An accumulated gradient lies as its parameter or is a summand over tensor ranks; over replicas it is a
+/// summand, or from ZeRO-2 on the owner's part.
+fn check_gradient(gradient: Distribution, stored: Distribution, setting: Setting, line: &str, check: &mut Check) {
+    for axis in [SplitAxis::Tensor, SplitAxis::Query] {
+        let whole = stored.on(axis) == Place::Replicated && gradient.on(axis) == Place::PartialSum;
+        if gradient.on(axis) != stored.on(axis) && !whole {
+            check.report(format!("the gradient is {:?} over {axis:?}", gradient.on(axis)), line, EDITED);
+        }
+    }
+    let expected = match setting.strategy.zero_stage {
+        _ if setting.degree(SplitAxis::Data) == 1 => Place::Replicated,
+        ZeroStage::None | ZeroStage::OptimizerState => Place::PartialSum,
+        ZeroStage::Gradients | ZeroStage::Parameters => Place::Flat,
+    };
+    check.expect(gradient.data, expected, line, "place of the gradient over replicas");
+}
+
+fn check_operator(
+    body: &Body,
+    op: &Op,
+    operands: &[ValueId],
+    id: ValueId,
+    setting: Setting,
+    line: &str,
+    check: &mut Check,
+) {
+    let value = |id: ValueId| &body.values[id.0 as usize];
+    let dims_of = |id: ValueId| -> Vec<DimName> { value(id).shape.iter().map(|dim| dim.name).collect() };
+    let dims: Vec<Vec<DimName>> = operands.iter().map(|operand| dims_of(*operand)).collect();
+    let typed: Vec<Operand> = operands
+        .iter()
+        .zip(&dims)
+        .map(|(operand, dims)| Operand { dims, distribution: value(*operand).distribution })
+        .collect();
+    match infer(op, &typed, &dims_of(id), value(id).distribution) {
+        Ok(found) => check.expect(value(id).distribution, setting.normal(found), line, "type of the result"),
+        Err(error) => check.report(format!("{op:?} is not well typed: {error:?}"), line, EDITED),
+    }
+}
+
+fn check_conversion(
+    conversion: Conversion,
+    axes: &[SplitAxis],
+    ends: [&Value; 2],
+    setting: Setting,
+    line: &str,
+    check: &mut Check,
+) {
+    let [from, to] = ends;
+    if from.shape != to.shape || from.element != to.element {
+        check.report("a conversion changes the shape or the number format", line, EDITED);
+    }
+    let sorted = axes.windows(2).all(|pair| pair[0] < pair[1]);
+    if axes.is_empty() || !sorted || axes.iter().any(|axis| setting.degree(*axis) == 1) {
+        check.report(format!("axes {axes:?} are no group of several ranks"), line, EDITED);
+        return;
+    }
+    let (before, after) = match conversion {
+        Conversion::AllReduceSum => (Place::PartialSum, Place::Replicated),
+        Conversion::AllReduceMax => (Place::PartialMax, Place::Replicated),
+        Conversion::AllGather(dim) => (Place::Sharded(dim), Place::Replicated),
+        Conversion::ReduceScatter(dim) => (Place::PartialSum, Place::Sharded(dim)),
+        Conversion::Slice(dim) => (Place::Replicated, Place::Sharded(dim)),
+        Conversion::AllGatherFlat => (Place::Flat, Place::Replicated),
+        Conversion::ReduceScatterFlat => (Place::PartialSum, Place::Flat),
+    };
+    let mut expected = from.distribution;
+    for axis in axes {
+        check.expect(from.distribution.on(*axis), before, line, "place before the conversion");
+        expected = expected.with(*axis, after);
+    }
+    check.expect(to.distribution, expected, line, "type after the conversion");
+    // Parts along a dim are numbered over all axes that split it, so it is split or joined at once.
+    let dim = match conversion {
+        Conversion::AllGather(dim) | Conversion::ReduceScatter(dim) | Conversion::Slice(dim) => dim,
+        Conversion::AllReduceSum
+        | Conversion::AllReduceMax
+        | Conversion::AllGatherFlat
+        | Conversion::ReduceScatterFlat => return,
+    };
+    let elsewhere = |axis: &SplitAxis| !axes.contains(axis) && from.distribution.on(*axis) == Place::Sharded(dim);
+    if SplitAxis::ALL.iter().any(elsewhere) || !from.shape.iter().any(|other| other.name == dim) {
+        check.report(format!("{dim:?} is not split or joined over all its axes at once"), line, EDITED);
+    }
+}
+
+/// Where a value's numbers come from: conversions are looked through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Origin {
+    Parameter(u32),
+    Value(ValueId),
+}
+
+/// The steps left when conversions, loads and frees are taken out must be those of the draft.
+fn check_computation(body: &Body, draft: &Draft, setting: Setting, place: &str, check: &mut Check) {
+    let mut origins: BTreeMap<ValueId, Origin> = BTreeMap::new();
+    for instruction in body.forward.iter().chain(&body.backward) {
+        match instruction {
+            Instruction::Load(parameter, value) => {
+                origins.insert(*value, Origin::Parameter(*parameter));
+            }
+            Instruction::Convert(_, _, from, to) => {
+                let origin = origins.get(from).copied().unwrap_or(Origin::Value(*from));
+                origins.insert(*to, origin);
+            }
+            Instruction::Input(..) | Instruction::Compute(..) | Instruction::Accumulate(..) | Instruction::Free(_) => {}
+        }
+    }
+    let origin = |value: ValueId| origins.get(&value).copied().unwrap_or(Origin::Value(value));
+    let mut names: BTreeMap<ValueId, Origin> = BTreeMap::new();
+    for (index, parameter) in draft.parameters.iter().enumerate() {
+        names.insert(parameter.value, Origin::Parameter(index as u32));
+    }
+    let ends = [(draft.input, body.input), (draft.output_gradient, body.output_gradient)];
+    for (ends, found) in ends {
+        check.expect(found.is_some(), ends.is_some(), place, "ends of the body");
+        if let (Some(drafted), Some(found)) = (ends, found) {
+            let tensor = &draft.values[drafted.0 as usize].tensor;
+            check_shape(&body.values[found.0 as usize], tensor, setting.split.padded_rows, place, check);
+            names.insert(drafted, Origin::Value(found));
+        }
+    }
+    let passes = [("forward", &body.forward, &draft.forward), ("backward", &body.backward, &draft.backward)];
+    for (pass, instructions, steps) in passes {
+        check_steps(
+            body,
+            draft,
+            instructions,
+            steps,
+            setting.split.padded_rows,
+            &origin,
+            &mut names,
+            &format!("{place}, {pass}"),
+            check,
+        );
+    }
+    let named = |draft: Option<ValueId>| draft.and_then(|draft| names.get(&draft).copied());
+    check.expect(Some(origin(body.output)), named(Some(draft.output)), place, "output of the body");
+    let input_gradient = body.input_gradient.map(origin);
+    check.expect(input_gradient, named(draft.input_gradient), place, "gradient of the input");
+    let accumulated = |instruction: &Instruction| match instruction {
+        Instruction::Accumulate(parameter, value) => Some((*parameter, Some(origin(*value)))),
+        _ => None,
+    };
+    let mut found: Vec<_> = body.backward.iter().filter_map(accumulated).collect();
+    found.sort_by_key(|(parameter, _)| *parameter);
+    let gradients = draft.parameters.iter().map(|parameter| named(parameter.gradient));
+    let expected: Vec<_> = gradients.enumerate().map(|(index, origin)| (index as u32, origin)).collect();
+    check.expect(found, expected, place, "accumulated gradients");
+    if body.forward.iter().any(|instruction| matches!(instruction, Instruction::Accumulate(..))) {
+        check.report("forward accumulates a gradient", place, EDITED);
+    }
+}
+
+/// A value has the draft's dims, the vocabulary with the rows that padding adds.
+fn check_shape(found: &Value, drafted: &Tensor, rows: u64, place: &str, check: &mut Check) {
+    let padded = |dim: &Dim| match dim.name {
+        DimName::Vocabulary => Dim { extent: Extent::Fixed(rows), ..*dim },
+        _ => *dim,
+    };
+    let expected: Vec<Dim> = drafted.shape.iter().map(padded).collect();
+    check.expect(&found.shape, &expected, place, "shape of a value");
+    check.expect(found.element, drafted.element, place, "number format of a value");
+}
+
+#[allow(clippy::too_many_arguments, reason = "one step of check_computation, split off for its length")]
+fn check_steps(
+    body: &Body,
+    draft: &Draft,
+    instructions: &[Instruction],
+    steps: &[Step],
+    rows: u64,
+    origin: &dyn Fn(ValueId) -> Origin,
+    names: &mut BTreeMap<ValueId, Origin>,
+    place: &str,
+    check: &mut Check,
+) {
+    let is_step = |instruction: &&Instruction| matches!(instruction, Instruction::Compute(..) | Instruction::Input(..));
+    let found: Vec<&Instruction> = instructions.iter().filter(is_step).collect();
+    check.expect(found.len(), steps.len(), place, "operators of the block and its derivative");
+    for (found, expected) in found.into_iter().zip(steps) {
+        let (result, drafted) = match (found, expected) {
+            (Instruction::Input(kind, value), Step::Input(expected, drafted)) => {
+                check.expect(kind, expected, place, "index data");
+                (*value, *drafted)
+            }
+            (Instruction::Compute(op, operands, value), Step::Compute(expected, drafted, result, _)) => {
+                let name = &draft.values[result.0 as usize].name;
+                check.expect(op, expected, place, &format!("operator of {name}"));
+                let operands: Vec<Option<Origin>> = operands.iter().map(|operand| Some(origin(*operand))).collect();
+                let drafted: Vec<Option<Origin>> = drafted.iter().map(|operand| names.get(operand).copied()).collect();
+                check.expect(operands, drafted, place, &format!("operands of {name}"));
+                (*value, *result)
+            }
+            _ => {
+                check.report("an operator stands where index data should, or the other way round", place, EDITED);
+                return;
+            }
+        };
+        check_shape(&body.values[result.0 as usize], &draft.values[drafted.0 as usize].tensor, rows, place, check);
+        names.insert(drafted, Origin::Value(result));
+    }
+}

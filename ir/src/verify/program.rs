@@ -1,0 +1,51 @@
+//! Rules on a plan's programs, put together.
+
+use super::body::{Setting, check_body};
+use super::schedule::check_schedules;
+use super::update::check_updates;
+use super::{Check, EDITED};
+use crate::derivative::{differentiate, undifferentiable};
+use crate::graph::{BlockRole, ModelGraph};
+use crate::plan::{Executable, Plan};
+use crate::sharding::TensorSplit;
+use crate::strategy::Recompute;
+
+/// Checks the programs of a plan that has some, and that a plan has some if it says so.
+pub fn check_program(plan: &Plan, graph: &ModelGraph, split: TensorSplit, check: &mut Check) {
+    let Some(program) = &plan.program else {
+        if plan.executable == Executable::Yes {
+            check.report("the plan is executable but holds no program", "program", EDITED);
+        }
+        return;
+    };
+    if plan.executable != Executable::Yes {
+        check.report("the plan holds a program but is not executable", "executable", EDITED);
+    }
+    if let Some(reason) = undifferentiable(&plan.model) {
+        check.report(format!("programs of this model cannot be checked: {reason}"), "program", EDITED);
+        return;
+    }
+    check.expect(program.bodies.len(), graph.blocks.len(), "program.bodies", "number of bodies");
+    check.expect(program.stages.len(), plan.stages.len(), "program.stages", "number of stages");
+    let sizes = program.bodies.len() == graph.blocks.len() && program.stages.len() == plan.stages.len();
+    if !sizes || check.problems.iter().any(|problem| problem.location.contains("stages[")) {
+        return;
+    }
+    let setting = Setting { split, strategy: &plan.strategy };
+    for (index, (body, block)) in program.bodies.iter().zip(&graph.blocks).enumerate() {
+        let recompute = match block.role {
+            BlockRole::Layers(_) => plan.strategy.recompute,
+            BlockRole::Embedding | BlockRole::Head => Recompute::None,
+        };
+        let draft = differentiate(block, &plan.model, recompute);
+        check_body(body, &draft, setting, &format!("program.bodies[{index}]"), check);
+    }
+    for (stage, code) in plan.stages.iter().zip(&program.stages) {
+        check.expect(code.stage, stage.stage, &format!("program.stages[{}]", stage.stage.0), "number of the stage");
+    }
+    if check.problems.iter().any(|problem| problem.location.contains("program.bodies")) {
+        return;
+    }
+    check_schedules(plan, program, check);
+    check_updates(plan, program, setting, check);
+}

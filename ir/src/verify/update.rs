@@ -1,0 +1,188 @@
+//! Rules on updates: each gradient becomes the type of its parameter's optimizer state, is counted once in
+//! the norm, and each parameter is stepped once and whole where it is stored whole.
+
+use std::collections::BTreeMap;
+
+use super::body::Setting;
+use super::schedule::chain;
+use super::{Check, EDITED};
+use crate::distribution::{Distribution, Place, SplitAxis};
+use crate::plan::Plan;
+use crate::program::{Conversion, Parameter, ParameterRef, Program, UpdateInstruction};
+use crate::strategy::ZeroStage;
+
+/// What has happened to one parameter's gradient.
+#[derive(Clone, Debug, Default)]
+struct History {
+    gradient: Option<Distribution>,
+    /// Type in which the copies of a tied embedding were summed.
+    tied: Option<Distribution>,
+    squares: u32,
+    steps: u32,
+    gathers: u32,
+}
+
+/// Checks the updates of all stages.
+pub fn check_updates(plan: &Plan, program: &Program, setting: Setting, check: &mut Check) {
+    let mut tied = Vec::new();
+    for (index, stage) in plan.stages.iter().enumerate() {
+        let place = format!("program.stages[{index}].update");
+        let both_ends = stage.embedding && stage.head;
+        let mut held: BTreeMap<ParameterRef, History> = BTreeMap::new();
+        for (body, layer) in chain(plan, program, stage) {
+            for (number, parameter) in program.bodies[body as usize].parameters.iter().enumerate() {
+                // On one stage the head's use of the embedding is the embedding itself.
+                if !(parameter.tied && both_ends) {
+                    let reference = ParameterRef { body, layer, parameter: number as u32 };
+                    held.insert(reference, History { gradient: Some(parameter.gradient), ..History::default() });
+                }
+            }
+        }
+        follow(program, index, setting, &mut held, &place, check);
+        for (reference, history) in &held {
+            check_history(plan, program, *reference, history, setting, both_ends, &place, check);
+            tied.extend(history.tied.map(|distribution| (index, distribution)));
+        }
+    }
+    let several = plan.stages.len() > 1 && plan.model.tied_embedding;
+    let met = match tied.as_slice() {
+        [] => !several,
+        [(first, a), (last, b)] => several && *first == 0 && *last + 1 == plan.stages.len() && a == b,
+        _ => false,
+    };
+    if !met {
+        check.report(
+            "the tied embedding is not summed once over the first and the last stage",
+            "program.stages",
+            EDITED,
+        );
+    }
+}
+
+/// Follows a stage's instructions.
+fn follow(
+    program: &Program,
+    index: usize,
+    setting: Setting,
+    held: &mut BTreeMap<ParameterRef, History>,
+    place: &str,
+    check: &mut Check,
+) {
+    let mut norms = 0;
+    for (line, instruction) in program.stages[index].update.iter().enumerate() {
+        let place = format!("{place}, instruction {line}");
+        let Some(range) = instruction.parameters() else {
+            norms += 1;
+            continue;
+        };
+        let known = range.layers.1.saturating_sub(range.layers.0) <= held.len() as u64;
+        if !known || range.layers.0 >= range.layers.1 {
+            check.report(format!("layers {:?} are not on this stage", range.layers), &place, EDITED);
+            continue;
+        }
+        for reference in range.each() {
+            let Some(history) = held.get_mut(&reference) else {
+                check.report(format!("{reference:?} is no parameter of this stage"), &place, EDITED);
+                continue;
+            };
+            let parameter = &program.bodies[reference.body as usize].parameters[reference.parameter as usize];
+            apply(instruction, parameter, history, norms, setting, &place, check);
+        }
+    }
+    check.expect(norms, 1, place, "number of global norms");
+}
+
+fn apply(
+    instruction: &UpdateInstruction,
+    parameter: &Parameter,
+    history: &mut History,
+    norms: u32,
+    setting: Setting,
+    place: &str,
+    check: &mut Check,
+) {
+    let name = &parameter.name;
+    let gradient = history.gradient.unwrap_or(Distribution::REPLICATED);
+    let mut reduce = |axis: SplitAxis, to: Place| {
+        if gradient.on(axis) != Place::PartialSum {
+            check.report(format!("the gradient of {name} is not partial over {axis:?}"), place, EDITED);
+        }
+        let gradient = history.gradient.unwrap_or(Distribution::REPLICATED);
+        history.gradient = Some(gradient.with(axis, to));
+    };
+    match instruction {
+        UpdateInstruction::ReduceOverTensor(_, axes) => {
+            axes.iter().for_each(|axis| reduce(*axis, Place::Replicated));
+            if axes.is_empty() || axes.contains(&SplitAxis::Data) || axes.windows(2).any(|pair| pair[0] >= pair[1]) {
+                check.report(format!("{axes:?} are no tensor axes"), place, EDITED);
+            }
+        }
+        UpdateInstruction::ReduceOverData(_, conversion) => match conversion {
+            Conversion::AllReduceSum => reduce(SplitAxis::Data, Place::Replicated),
+            Conversion::ReduceScatterFlat => reduce(SplitAxis::Data, Place::Flat),
+            other => check.report(format!("{other:?} is no reduction over replicas"), place, EDITED),
+        },
+        UpdateInstruction::ReduceOverTied(_) => {
+            if history.tied.is_some() || history.squares > 0 {
+                check.report(format!("the copies of {name} are summed too often or too late"), place, EDITED);
+            }
+            history.tied = Some(gradient);
+        }
+        UpdateInstruction::AddSquares(_, axes) => {
+            history.squares += 1;
+            let sharded = |axis: &SplitAxis| matches!(gradient.on(*axis), Place::Sharded(_) | Place::Flat);
+            let expected: Vec<SplitAxis> = SplitAxis::ALL.into_iter().filter(sharded).collect();
+            check.expect(axes, &expected, place, &format!("axes over which {name} is sharded"));
+            check_optimizer_type(gradient, parameter, setting, place, check);
+        }
+        UpdateInstruction::AdamW(_) => {
+            history.steps += 1;
+            check_optimizer_type(gradient, parameter, setting, place, check);
+        }
+        UpdateInstruction::GatherOverData(_) => {
+            history.gathers += 1;
+            check.expect(history.steps, 1, place, &format!("steps of {name} before it is gathered"));
+        }
+        UpdateInstruction::FinishNorm => {}
+    }
+    let after_norm = matches!(instruction, UpdateInstruction::AdamW(_) | UpdateInstruction::GatherOverData(_));
+    check.expect(norms, u32::from(after_norm), place, "norms before this instruction");
+}
+
+/// The optimizer state lies as the parameter over tensor ranks; from ZeRO-1 on each replica owns a part.
+fn check_optimizer_type(
+    gradient: Distribution,
+    parameter: &Parameter,
+    setting: Setting,
+    place: &str,
+    check: &mut Check,
+) {
+    let owned = setting.strategy.zero_stage != ZeroStage::None && setting.degree(SplitAxis::Data) > 1;
+    let data = if owned { Place::Flat } else { Place::Replicated };
+    let expected = parameter.stored.with(SplitAxis::Data, data);
+    check.expect(gradient, expected, place, &format!("type of {}'s gradient at the optimizer", parameter.name));
+}
+
+#[allow(clippy::too_many_arguments, reason = "one step of check_updates, split off for its length")]
+fn check_history(
+    plan: &Plan,
+    program: &Program,
+    reference: ParameterRef,
+    history: &History,
+    setting: Setting,
+    both_ends: bool,
+    place: &str,
+    check: &mut Check,
+) {
+    let parameter = &program.bodies[reference.body as usize].parameters[reference.parameter as usize];
+    let what = |text: &str| format!("{text} of {} in layer {}", parameter.name, reference.layer);
+    check.expect(history.steps, 1, place, &what("optimizer steps"));
+    check.expect(history.squares, u32::from(!parameter.tied), place, &what("counts in the norm"));
+    let zero = setting.strategy.zero_stage;
+    let gathered =
+        matches!(zero, ZeroStage::OptimizerState | ZeroStage::Gradients) && setting.degree(SplitAxis::Data) > 1;
+    check.expect(history.gathers, u32::from(gathered), place, &what("gathers"));
+    let table = parameter.tied || parameter.name == "embedding.token";
+    let summed = table && plan.model.tied_embedding && !both_ends;
+    check.expect(history.tied.is_some(), summed, place, &what("sum over copies"));
+}

@@ -1,0 +1,164 @@
+//! What programs communicate, counted from their text, against counts by hand.
+
+mod support;
+
+use std::collections::BTreeMap;
+
+use ir::distribution::SplitAxis;
+use ir::graph::{DimName, Extent, build_graph};
+use ir::model::ModelSpec;
+use ir::program::{Body, Conversion, Instruction, Program, UpdateInstruction, Value};
+use ir::schedule::{Pass, unroll};
+use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
+use planner::compile::compile;
+use support::small::{Family, SEQUENCE, Shape, small_model};
+
+const MICRO_BATCHES: u64 = 5;
+
+fn model() -> ModelSpec {
+    small_model(Shape { family: Family::Gpt2, tied: false, heads: 4, key_value_heads: 4, layers: 3, vocabulary: 20 })
+}
+
+fn strategy(tensor: u64, data: u64, zero_stage: ZeroStage, recompute: Recompute, sequence_parallel: bool) -> Strategy {
+    Strategy {
+        tensor_parallel: tensor,
+        pipeline_parallel: 1,
+        data_parallel: data,
+        context_parallel: 1,
+        expert_parallel: 1,
+        zero_stage,
+        shard_group: data,
+        micro_batch: 2,
+        global_batch: 2 * data * MICRO_BATCHES,
+        virtual_stages: 1,
+        schedule: ScheduleKind::OneForwardOneBackward,
+        recompute,
+        sequence_parallel,
+        offload_optimizer: false,
+        layers_per_stage: vec![3],
+    }
+}
+
+/// Conversions over tensor ranks of one pass of a layer, with the elements of each message.
+fn tensor_messages(body: &Body, pass: &[Instruction]) -> Vec<(Conversion, u64)> {
+    let message = |instruction: &Instruction| match instruction {
+        Instruction::Convert(conversion, axes, from, _) if axes.contains(&SplitAxis::Tensor) => {
+            Some((*conversion, elements(&body.values[from.0 as usize])))
+        }
+        _ => None,
+    };
+    pass.iter().filter_map(message).collect()
+}
+
+/// Elements of a value for a micro-batch of 2 on one replica, over all tensor ranks.
+fn elements(value: &Value) -> u64 {
+    let extent = |extent| match extent {
+        Extent::MicroBatch => 2,
+        Extent::Sequence => SEQUENCE as u64,
+        Extent::Fixed(size) => size,
+    };
+    value.shape.iter().map(|dim| extent(dim.extent)).product()
+}
+
+#[test]
+fn a_layer_reduces_twice_forward_and_twice_backward() {
+    // Megatron-LM, arXiv 1909.08053, section 3: f and g of attention and of the feed-forward part, each of
+    // b·s·h elements (2·b·s·h bytes in bf16).
+    let model = model();
+    let stream = 2 * SEQUENCE as u64 * model.hidden_size;
+    for (recompute, expected) in [(Recompute::None, 2), (Recompute::Selective, 2), (Recompute::Full, 3)] {
+        let program = compile(&model, &build_graph(&model), &strategy(2, 1, ZeroStage::None, recompute, false));
+        let layer = &program.bodies[1];
+        assert_eq!(tensor_messages(layer, &layer.forward), [(Conversion::AllReduceSum, stream); 2], "{recompute:?}");
+        // Full recomputation repeats forward's first; the second ends the layer and nobody reads it again.
+        let backward = tensor_messages(layer, &layer.backward);
+        assert_eq!(backward, vec![(Conversion::AllReduceSum, stream); expected], "{recompute:?}");
+    }
+}
+
+#[test]
+fn sequence_parallelism_gathers_and_scatters_instead() {
+    // Korthikanti et al., arXiv 2205.05198, section 4.2.2: two pairs forward, two pairs backward, and the
+    // two inputs of split weights gathered once more for the weights' gradients.
+    let model = model();
+    let stream = 2 * SEQUENCE as u64 * model.hidden_size;
+    let program = compile(&model, &build_graph(&model), &strategy(2, 1, ZeroStage::None, Recompute::None, true));
+    let layer = &program.bodies[1];
+    let count = |pass: &[Instruction], conversion: Conversion| {
+        let messages = tensor_messages(layer, pass);
+        messages.into_iter().filter(|message| *message == (conversion, stream)).count()
+    };
+    let (gather, scatter) = (Conversion::AllGather(DimName::Sequence), Conversion::ReduceScatter(DimName::Sequence));
+    assert_eq!((count(&layer.forward, gather), count(&layer.forward, scatter)), (2, 2));
+    assert_eq!((count(&layer.backward, gather), count(&layer.backward, scatter)), (4, 2));
+}
+
+/// Parameter elements that cross the data axis in a step, by conversion, counted by message size.
+fn data_elements(program: &Program) -> BTreeMap<&'static str, u64> {
+    let mut counted = BTreeMap::new();
+    let mut add = |conversion: &Conversion, elements: u64| {
+        let name = match conversion {
+            Conversion::AllReduceSum => "all_reduce",
+            Conversion::AllGatherFlat => "all_gather",
+            Conversion::ReduceScatterFlat => "reduce_scatter",
+            other => panic!("{other:?} over replicas"),
+        };
+        *counted.entry(name).or_default() += elements;
+    };
+    for stage in &program.stages {
+        for pass in unroll(&stage.schedule, MICRO_BATCHES, 10_000).expect("the schedule is sound") {
+            let (body, instructions) = match pass {
+                Pass::Forward(body, ..) => (body, &program.bodies[body as usize].forward),
+                Pass::Backward(body, ..) => (body, &program.bodies[body as usize].backward),
+                Pass::Receive(..) | Pass::Send(..) => continue,
+            };
+            for instruction in instructions {
+                if let Instruction::Convert(conversion, axes, from, _) = instruction
+                    && axes == &[SplitAxis::Data]
+                {
+                    add(conversion, elements(&program.bodies[body as usize].values[from.0 as usize]));
+                }
+            }
+        }
+        for instruction in &stage.update {
+            let Some(range) = instruction.parameters() else { continue };
+            let shape = &program.bodies[range.body as usize].parameters[range.parameter as usize].shape;
+            let size = shape.iter().map(|(_, extent)| extent).product::<u64>() * (range.layers.1 - range.layers.0);
+            match instruction {
+                UpdateInstruction::ReduceOverData(_, conversion) => add(conversion, size),
+                UpdateInstruction::GatherOverData(_) => add(&Conversion::AllGatherFlat, size),
+                _ => {}
+            }
+        }
+    }
+    counted
+}
+
+#[test]
+fn the_data_axis_moves_what_zero_says() {
+    // ZeRO, arXiv 1910.02054, section 7, in parameter elements P of a step of m micro-batches: ZeRO-1 2 P,
+    // ZeRO-2 (m + 1) P, ZeRO-3 3 m P. Gradients travel in the accumulation format (fp32), parameters in
+    // their own (bf16 in bf16 models).
+    let model = model();
+    let parameters = ir::graph::count_parameters(&model);
+    let m = MICRO_BATCHES;
+    let table = [
+        (ZeroStage::None, vec![("all_reduce", 1)]),
+        (ZeroStage::OptimizerState, vec![("all_gather", 1), ("reduce_scatter", 1)]),
+        (ZeroStage::Gradients, vec![("all_gather", 1), ("reduce_scatter", m)]),
+        (ZeroStage::Parameters, vec![("all_gather", 2 * m), ("reduce_scatter", m)]),
+    ];
+    for (zero_stage, expected) in table {
+        let program = compile(&model, &build_graph(&model), &strategy(1, 2, zero_stage, Recompute::None, false));
+        let expected: BTreeMap<&str, u64> =
+            expected.into_iter().map(|(name, times)| (name, times * parameters)).collect();
+        let found = data_elements(&program);
+        // Biases and position tables are not read again in backward and are not gathered for it.
+        let close = |name: &&str| {
+            let (found, expected) = (found[*name] as f64, expected[*name] as f64);
+            (found / expected - 1.0).abs() < if zero_stage == ZeroStage::Parameters { 0.06 } else { 1e-12 }
+        };
+        assert_eq!(found.keys().collect::<Vec<_>>(), expected.keys().collect::<Vec<_>>(), "{zero_stage:?}");
+        assert!(expected.keys().all(|name| close(name)), "{zero_stage:?}: {found:?} instead of {expected:?}");
+    }
+}
