@@ -154,11 +154,11 @@ fn the_data_axis_moves_what_zero_says() {
             expected.into_iter().map(|(name, times)| (name, times * parameters)).collect();
         let found = data_elements(&program);
         // Biases and position tables are not read again in backward and are not gathered for it.
-        let close = |name: &&str| {
+        let close = |name: &&str| -> bool {
             let (found, expected) = (found[*name] as f64, expected[*name] as f64);
             (found / expected - 1.0).abs() < if zero_stage == ZeroStage::Parameters { 0.06 } else { 1e-12 }
         };
         assert_eq!(found.keys().collect::<Vec<_>>(), expected.keys().collect::<Vec<_>>(), "{zero_stage:?}");
-        assert!(expected.keys().all(|name| close(name)), "{zero_stage:?}: {found:?} instead of {expected:?}");
+        assert!(expected.keys().all(close), "{zero_stage:?}: {found:?} instead of {expected:?}");
     }
 }

@@ -73,8 +73,16 @@ fn small_plan(shape: Shape, gpus: u64, fixed: FixedChoices) -> Plan {
     let mut machine = machine("dgx-h100", "planwright", gpus.min(8));
     machine.stack.kernels.flash_attention = false;
     let workload = Workload { sequence_length: SEQUENCE as u64, global_batch: 6 };
-    let request =
-        Request { model: small_model(shape), origin: "small".to_owned(), workload, machine, gpus, fixed, top: 1 };
+    let request = Request {
+        model: small_model(shape),
+        origin: "small".to_owned(),
+        workload,
+        machine,
+        gpus,
+        fixed,
+        top: 1,
+        executable_only: false,
+    };
     check_request(&request).expect("the request is sound");
     let graph = build_graph(&request.model);
     let outcome = search(&request, &graph);
@@ -147,6 +155,9 @@ fn pass_mut(body: &mut Body, forward: bool) -> &mut Vec<Instruction> {
     if forward { &mut body.forward } else { &mut body.backward }
 }
 
+/// A change to a line of a list.
+type Change<T> = fn(&mut Vec<T>, usize);
+
 /// Drop, duplicate, and swap with the next, for each line of a list.
 fn mutate_list<T: Clone>(
     program: &Program,
@@ -156,7 +167,7 @@ fn mutate_list<T: Clone>(
     list: impl Fn(&mut Program) -> &mut Vec<T>,
 ) {
     for line in 0..lines.len() {
-        let changes: [(&str, fn(&mut Vec<T>, usize)); 3] = [
+        let changes: [(&str, Change<T>); 3] = [
             ("dropped", |list, line| drop(list.remove(line))),
             ("duplicated", |list, line| list.insert(line, list[line].clone())),
             ("swapped with the next", |list, line| {

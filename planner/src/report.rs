@@ -2,6 +2,7 @@
 
 pub mod inspect;
 pub mod json;
+pub mod program;
 pub mod summary;
 
 use comfy_table::presets::NOTHING;

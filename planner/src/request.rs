@@ -29,6 +29,8 @@ pub struct Request {
     pub fixed: FixedChoices,
     /// Layouts to report, the best included.
     pub top: usize,
+    /// Whether layouts that the compiler cannot build are left out.
+    pub executable_only: bool,
 }
 
 /// Choices that the user fixed; the rest is searched.

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use ir::sharding::{SplitError, TensorSplit, tensor_split};
 use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
 
+use crate::compile::not_executable;
 use crate::request::{Request, divisors};
 
 /// Why a layout cannot run.
@@ -27,6 +28,8 @@ pub enum Rejection {
     ZeroStageNotOfferedWithPipeline,
     /// The batch is not whole micro-batches on each replica.
     BatchNotDivisible,
+    /// The compiler cannot build it, and only executable layouts were asked for.
+    NotExecutable,
     /// No stage split fits into memory.
     OutOfMemory,
 }
@@ -71,6 +74,7 @@ impl Rejection {
             Rejection::UnevenStagesNotOffered => "uneven_stages_not_offered",
             Rejection::ZeroStageNotOfferedWithPipeline => "zero_stage_not_offered_with_pipeline",
             Rejection::BatchNotDivisible => "batch_not_divisible",
+            Rejection::NotExecutable => "not_executable",
             Rejection::OutOfMemory => "out_of_memory",
         }
     }
@@ -224,6 +228,8 @@ fn reject_layout(request: &Request, strategy: &Strategy) -> Option<Rejection> {
         Some(Rejection::SequenceNotDivisible)
     } else if strategy.pipeline_parallel > 1 && !with_pipeline.contains(&strategy.zero_stage) {
         Some(Rejection::ZeroStageNotOfferedWithPipeline)
+    } else if request.executable_only && not_executable(&request.model, strategy).is_some() {
+        Some(Rejection::NotExecutable)
     } else {
         None
     }

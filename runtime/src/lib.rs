@@ -1,6 +1,7 @@
 //! Reads and verifies a plan for execution.
 //!
-//! Plans of this version hold no operator programs, so reading one ends with the reason it cannot run.
+//! The operators that execute a program are not part of this version: reading a plan ends with the reason
+//! why it is not run.
 
 use std::path::Path;
 
@@ -18,11 +19,11 @@ pub enum Error {
     Verification(Vec<Problem>),
 }
 
-/// Reads a plan that can be run.
+/// Reads and verifies a plan, and says why it is not run.
 ///
 /// # Errors
-/// `Error::BadInput` if the file is no plan or its strategy cannot be executed, `Error::Verification` if
-/// it breaks a rule.
+/// `Error::BadInput` if the file is no plan or its strategy is not executable, `Error::Verification` if it
+/// breaks a rule; and always, in this version, `Error::BadInput` for want of operators.
 pub fn load(path: &Path) -> Result<Plan, Error> {
     let origin = path.display().to_string();
     let text = read_text(path, PLAN_LIMIT).map_err(|problem| Error::BadInput(vec![problem]))?;
@@ -31,12 +32,14 @@ pub fn load(path: &Path) -> Result<Plan, Error> {
     if !problems.is_empty() {
         return Err(Error::Verification(problems));
     }
-    match &plan.executable {
-        Executable::Yes => Ok(plan),
-        Executable::No(reason) => Err(Error::BadInput(vec![Problem::new(
-            format!("the plan cannot be run: {reason}"),
-            format!("{origin}, executable"),
-            "`plan inspect` shows it; plan again with a version that writes programs",
-        )])),
-    }
+    let (what, help) = match &plan.executable {
+        Executable::No(reason) => {
+            (format!("the plan is not executable: {reason}"), "`plan --executable` proposes only layouts that are")
+        }
+        Executable::Yes => (
+            "the plan is sound, but this version executes no programs".to_owned(),
+            "`plan inspect --stage 0` shows the program",
+        ),
+    };
+    Err(Error::BadInput(vec![Problem::new(what, format!("{origin}, program"), help)]))
 }

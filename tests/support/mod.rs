@@ -28,7 +28,16 @@ pub fn example(name: &str) -> ModelSpec {
 /// A checked request for a model.
 pub fn request(model: ModelSpec, machine: Machine, gpus: u64, fixed: FixedChoices) -> Request {
     let workload = workload(&model, "model.ron", None, None).expect("the model states its workload");
-    let request = Request { model, origin: "model.ron".to_owned(), workload, machine, gpus, fixed, top: 10 };
+    let request = Request {
+        model,
+        origin: "model.ron".to_owned(),
+        workload,
+        machine,
+        gpus,
+        fixed,
+        top: 10,
+        executable_only: false,
+    };
     check_request(&request).expect("the request is sound");
     request
 }

@@ -121,6 +121,7 @@ pub fn predict(row: &Row, machine: &Machine) -> Predicted {
         gpus: row.gpus,
         fixed: FixedChoices::default(),
         top: 1,
+        executable_only: false,
     };
     let strategy = Strategy {
         tensor_parallel: row.tensor,

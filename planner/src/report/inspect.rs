@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use ir::mesh::Rank;
 use ir::plan::{BlockShards, Executable, MemoryTerm, Plan, Stage};
 
+use super::program::stage_program;
 use super::summary::{estimate_lines, header};
 use super::table;
 use crate::explain::describe;
@@ -61,7 +62,12 @@ pub fn stage(plan: &Plan, stage: &Stage) -> String {
     let held: BTreeSet<&str> = held_blocks(plan, stage).into_iter().collect();
     let blocks: Vec<BlockShards> =
         plan.parameter_shards.iter().filter(|block| held.contains(block.block.as_str())).cloned().collect();
-    text + "\n" + &parameter_table(&blocks)
+    text += "\n";
+    text += &parameter_table(&blocks);
+    match &plan.program {
+        Some(program) => text + "\n" + &stage_program(plan, program, stage),
+        None => text,
+    }
 }
 
 /// One rank: its place in the mesh, its groups, and its stage.

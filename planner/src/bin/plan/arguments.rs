@@ -65,6 +65,9 @@ pub struct SearchOptions {
     /// Choices that are fixed; the rest is searched.
     #[command(flatten)]
     pub fixed: FixedOptions,
+    /// Leave out layouts that cannot be executed yet
+    #[arg(long)]
+    pub executable: bool,
     /// Number of layouts reported
     #[arg(long, value_name = "K", default_value_t = 10)]
     pub top: usize,

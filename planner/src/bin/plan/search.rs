@@ -80,6 +80,7 @@ fn read_request(options: &SearchOptions) -> Result<Request, Error> {
         gpus: options.gpus.unwrap_or(0),
         fixed: options.fixed.choices(),
         top: options.top,
+        executable_only: options.executable,
     };
     check_request(&request)?;
     Ok(request)
