@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use ir::distribution::SplitAxis;
 use ir::graph::{DimName, Extent, build_graph};
 use ir::model::ModelSpec;
-use ir::program::{Body, Conversion, Instruction, Program, UpdateInstruction, Value};
+use ir::program::{AttentionKernel, Body, Conversion, Instruction, Program, UpdateInstruction, Value};
 use ir::schedule::{Pass, unroll};
 use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
 use planner::compile::compile;
@@ -67,7 +67,12 @@ fn a_layer_reduces_twice_forward_and_twice_backward() {
     let model = model();
     let stream = 2 * SEQUENCE as u64 * model.hidden_size;
     for (recompute, expected) in [(Recompute::None, 2), (Recompute::Selective, 2), (Recompute::Full, 3)] {
-        let program = compile(&model, &build_graph(&model), &strategy(2, 1, ZeroStage::None, recompute, false));
+        let program = compile(
+            &model,
+            &build_graph(&model),
+            &strategy(2, 1, ZeroStage::None, recompute, false),
+            AttentionKernel::Primitive,
+        );
         let layer = &program.bodies[1];
         assert_eq!(tensor_messages(layer, &layer.forward), [(Conversion::AllReduceSum, stream); 2], "{recompute:?}");
         // Full recomputation repeats forward's first; the second ends the layer and nobody reads it again.
@@ -82,7 +87,12 @@ fn sequence_parallelism_gathers_and_scatters_instead() {
     // two inputs of split weights gathered once more for the weights' gradients.
     let model = model();
     let stream = 2 * SEQUENCE as u64 * model.hidden_size;
-    let program = compile(&model, &build_graph(&model), &strategy(2, 1, ZeroStage::None, Recompute::None, true));
+    let program = compile(
+        &model,
+        &build_graph(&model),
+        &strategy(2, 1, ZeroStage::None, Recompute::None, true),
+        AttentionKernel::Primitive,
+    );
     let layer = &program.bodies[1];
     let count = |pass: &[Instruction], conversion: Conversion| {
         let messages = tensor_messages(layer, pass);
@@ -149,7 +159,12 @@ fn the_data_axis_moves_what_zero_says() {
         (ZeroStage::Parameters, vec![("all_gather", 2 * m), ("reduce_scatter", m)]),
     ];
     for (zero_stage, expected) in table {
-        let program = compile(&model, &build_graph(&model), &strategy(1, 2, zero_stage, Recompute::None, false));
+        let program = compile(
+            &model,
+            &build_graph(&model),
+            &strategy(1, 2, zero_stage, Recompute::None, false),
+            AttentionKernel::Primitive,
+        );
         let expected: BTreeMap<&str, u64> =
             expected.into_iter().map(|(name, times)| (name, times * parameters)).collect();
         let found = data_elements(&program);

@@ -71,7 +71,7 @@ fn plans() -> Vec<(&'static str, Plan)> {
 
 fn small_plan(shape: Shape, gpus: u64, fixed: FixedChoices) -> Plan {
     let mut machine = machine("dgx-h100", "planwright", gpus.min(8));
-    machine.stack.kernels.flash_attention = false;
+    machine.stack.kernels.flash_attention = shape.family == Family::Llama;
     let workload = Workload { sequence_length: SEQUENCE as u64, global_batch: 6 };
     let request = Request {
         model: small_model(shape),

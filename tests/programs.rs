@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use ir::graph::build_graph;
 use ir::interpreter::{Degrees, Optimizer, Sizes, StepInput, World, degrees};
 use ir::model::ModelSpec;
+use ir::program::AttentionKernel;
 use ir::reference::{
     AdamState, AdamW, Batch, Parameters, adamw_step, initial_parameters, loss_and_gradients, random_batch,
 };
@@ -36,6 +37,7 @@ struct Case {
     recompute: Recompute,
     schedule: ScheduleKind,
     micro_batches: u64,
+    attention: AttentionKernel,
 }
 
 fn model(case: &Case) -> ModelSpec {
@@ -80,7 +82,7 @@ fn check(case: Case) {
     let model = model(&case);
     let strategy = strategy(&case);
     assert_eq!(not_executable(&model, &strategy), None);
-    let program = compile(&model, &build_graph(&model), &strategy);
+    let program = compile(&model, &build_graph(&model), &strategy, case.attention);
     let degrees: Degrees = degrees(&model, case.data, case.tensor).expect("the degree splits the model");
     let sizes = Sizes { micro_batch: 1, sequence: SEQUENCE, degrees };
     let mut parameters = initial_parameters(&model, 7);
@@ -150,6 +152,10 @@ fn matrix() -> Vec<Case> {
                                     recompute,
                                     schedule,
                                     micro_batches: counts[number % counts.len()],
+                                    attention: match number % 11 {
+                                        0..5 => AttentionKernel::Flash,
+                                        _ => AttentionKernel::Primitive,
+                                    },
                                 });
                             }
                         }

@@ -5,8 +5,8 @@
 use std::collections::BTreeMap;
 
 use crate::graph::{Block, BlockRole, Dim, Element, OperatorId, OperatorKind, Tensor};
-use crate::model::{Attention, LayerFeedForward, LayerRun, ModelSpec, layer_runs};
-use crate::program::{InputKind, Op, ValueId};
+use crate::model::{Attention, LayerFeedForward, LayerRun, ModelSpec, Position, layer_runs};
+use crate::program::{AttentionKernel, AttentionOperand, InputKind, Op, ValueId};
 use crate::strategy::Recompute;
 
 /// A block with untyped forward and backward steps.
@@ -78,8 +78,8 @@ pub fn undifferentiable(model: &ModelSpec) -> Option<&'static str> {
 }
 
 /// Differentiates a block of a model to which [`undifferentiable`] has no objection.
-pub fn differentiate(block: &Block, model: &ModelSpec, recompute: Recompute) -> Draft {
-    let mut pass = Pass::new(block, model);
+pub fn differentiate(block: &Block, model: &ModelSpec, recompute: Recompute, attention: AttentionKernel) -> Draft {
+    let mut pass = Pass::new(block, model, attention);
     pass.append_forward();
     let forward_steps = pass.draft.forward.clone();
     let renamed = pass.append_recomputation(recompute, &forward_steps);
@@ -91,6 +91,7 @@ pub fn differentiate(block: &Block, model: &ModelSpec, recompute: Recompute) -> 
 struct Pass<'a> {
     block: &'a Block,
     model: &'a ModelSpec,
+    attention: AttentionKernel,
     draft: Draft,
     /// Value of each operator's result.
     of_node: BTreeMap<OperatorId, ValueId>,
@@ -101,7 +102,7 @@ struct Pass<'a> {
 }
 
 impl<'a> Pass<'a> {
-    fn new(block: &'a Block, model: &'a ModelSpec) -> Pass<'a> {
+    fn new(block: &'a Block, model: &'a ModelSpec, attention: AttentionKernel) -> Pass<'a> {
         let name = match block.role {
             BlockRole::Embedding => "embedding".to_owned(),
             BlockRole::Layers(run) => format!("layers {run}"),
@@ -119,7 +120,7 @@ impl<'a> Pass<'a> {
             input_gradient: None,
         };
         let (of_node, node_of, gradients) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        Pass { block, model, draft, of_node, node_of, gradients }
+        Pass { block, model, attention, draft, of_node, node_of, gradients }
     }
 
     fn value(&mut self, name: String, tensor: Tensor) -> ValueId {
@@ -143,6 +144,11 @@ impl<'a> Pass<'a> {
                     self.draft.parameters.push(DraftParameter { name, tensor, tied, value, gradient: None });
                 }
                 OperatorKind::Input => self.append_input(operator.name, value),
+                _ if self.attention == AttentionKernel::Flash && operator.attention_core => {
+                    if let Some(operands) = self.flash_operands(node) {
+                        self.draft.forward.push(Step::Compute(self.flash(), operands, value, None));
+                    }
+                }
                 _ => {
                     let operands = self.block.operands(node).iter().map(|node| self.of_node[node]).collect();
                     let op = self.op_of(node);
@@ -151,6 +157,25 @@ impl<'a> Pass<'a> {
             }
         }
         self.draft.output = self.of_node[&self.block.output];
+    }
+
+    /// Query, keys and values of the attention core, for the operator that ends it.
+    fn flash_operands(&self, node: OperatorId) -> Option<Vec<ValueId>> {
+        let outside = |operand: &OperatorId| !self.block.graph[*operand].attention_core;
+        let operands = self.block.operands(node);
+        let values = operands.iter().copied().find(outside)?;
+        let is_end = operands.iter().any(|operand| !outside(operand));
+        // The first operator of the core reads query and keys; it is reached from the end by first operands.
+        let mut first = operands.into_iter().find(|operand| !outside(operand)).filter(|_| is_end)?;
+        while let Some(before) = self.block.operands(first).into_iter().find(|operand| !outside(operand)) {
+            first = before;
+        }
+        let scored = self.block.operands(first);
+        Some(vec![self.of_node[&scored[0]], self.of_node[&scored[1]], self.of_node[&values]])
+    }
+
+    fn flash(&self) -> Op {
+        Op::FlashAttention { scale: score_scale(self.model), alibi: self.model.position == Position::Alibi }
     }
 
     fn append_input(&mut self, name: &str, value: ValueId) {
@@ -200,7 +225,11 @@ impl<'a> Pass<'a> {
             let Step::Compute(op, operands, result, _) = step else { continue };
             let repeated = match recompute {
                 Recompute::None => false,
-                Recompute::Selective => self.block.graph[self.node_of[result]].attention_core,
+                // A flash kernel's backward computes its scores again by itself.
+                Recompute::Selective => {
+                    self.attention == AttentionKernel::Primitive
+                        && self.block.graph[self.node_of[result]].attention_core
+                }
                 Recompute::Full => true,
             };
             if repeated {
@@ -278,6 +307,13 @@ impl<'a> Pass<'a> {
             Op::ScaleMask { scale, .. } => {
                 self.send(operands[0], Op::ScaleMaskGradient { scale }, vec![gradient], None);
             }
+            Op::FlashAttention { scale, alibi } => {
+                let parts = [AttentionOperand::Query, AttentionOperand::Keys, AttentionOperand::Values];
+                for (of, operand) in parts.into_iter().zip(operands) {
+                    let op = Op::FlashAttentionGradient { of, scale, alibi };
+                    self.send(*operand, op, vec![at(0), at(1), at(2), gradient], None);
+                }
+            }
             Op::Softmax => self.send(operands[0], Op::SoftmaxGradient, vec![now(&result), gradient], None),
             Op::Gelu => self.send(operands[0], Op::GeluGradient, vec![at(0), gradient], None),
             Op::Silu => self.send(operands[0], Op::SiluGradient, vec![at(0), gradient], None),
@@ -299,6 +335,7 @@ impl<'a> Pass<'a> {
             | Op::Seed
             | Op::ScaleMaskGradient { .. }
             | Op::SoftmaxGradient
+            | Op::FlashAttentionGradient { .. }
             | Op::GeluGradient
             | Op::SiluGradient
             | Op::RotaryGradient

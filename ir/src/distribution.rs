@@ -192,6 +192,7 @@ fn infer_on(
         | Op::Lookup
         | Op::LookupGradient
         | Op::NormWeightGradient(_)
+        | Op::FlashAttentionGradient { .. }
         | Op::Pick => Ok(Place::PartialSum),
         Op::ReduceMax => Ok(Place::PartialMax),
         _ => convert(0, Place::Replicated),
@@ -232,6 +233,9 @@ fn whole_dims(op: &Op) -> &'static [DimName] {
         Op::Norm(_) | Op::NormInputGradient(_) | Op::NormWeightGradient(_) => &[DimName::Hidden],
         Op::Softmax | Op::SoftmaxGradient => &[DimName::KeySequence],
         Op::ScaleMask { .. } | Op::ScaleMaskGradient { .. } => &[DimName::Sequence, DimName::KeySequence],
+        Op::FlashAttention { .. } | Op::FlashAttentionGradient { .. } => {
+            &[DimName::Sequence, DimName::KeySequence, DimName::HeadDim, DimName::ValueDim]
+        }
         Op::Rotary | Op::RotaryGradient => &[DimName::Sequence, DimName::KeySequence, DimName::HeadDim],
         _ => &[],
     }

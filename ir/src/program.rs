@@ -16,6 +16,8 @@ use crate::model::NormKind;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Program {
+    /// How the attention core is computed.
+    pub attention: AttentionKernel,
     /// Embedding, one for each run of layers, head.
     pub bodies: Vec<Body>,
     /// Stages, first to last.
@@ -166,6 +168,22 @@ pub enum Op {
         /// The scale.
         scale: f64,
     },
+    /// Attention core in one kernel that keeps no scores. Operands: query, keys, values.
+    FlashAttention {
+        /// Scale of the scores.
+        scale: f64,
+        /// Whether a bias linear in the key position is added.
+        alibi: bool,
+    },
+    /// Gradient of one operand of the attention core. Operands: query, keys, values, gradient of the result.
+    FlashAttentionGradient {
+        /// Which operand.
+        of: AttentionOperand,
+        /// Scale of the scores.
+        scale: f64,
+        /// Whether a bias linear in the key position is added.
+        alibi: bool,
+    },
     /// Softmax over the key positions.
     Softmax,
     /// Operands: result, gradient of the result.
@@ -202,6 +220,26 @@ pub enum Op {
     PickGradient,
     /// Sum over everything.
     SumTokens,
+}
+
+/// An operand of the attention core.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum AttentionOperand {
+    /// Query.
+    Query,
+    /// Keys.
+    Keys,
+    /// Values.
+    Values,
+}
+
+/// How programs compute the attention core.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum AttentionKernel {
+    /// Scores, mask, softmax and weighted sum as operators of their own.
+    Primitive,
+    /// One operator that keeps no scores (arXiv 2205.14135).
+    Flash,
 }
 
 /// What the ranks of one stage execute.

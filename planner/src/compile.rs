@@ -17,7 +17,7 @@ mod update;
 use ir::derivative::{differentiate, undifferentiable};
 use ir::graph::{BlockRole, ModelGraph};
 use ir::model::ModelSpec;
-use ir::program::Program;
+use ir::program::{AttentionKernel, Program};
 use ir::sharding::tensor_split;
 use ir::strategy::Strategy;
 
@@ -42,7 +42,7 @@ pub fn not_executable(model: &ModelSpec, strategy: &Strategy) -> Option<String> 
 }
 
 /// Compiles a strategy that [`not_executable`] has no objection to.
-pub fn compile(model: &ModelSpec, graph: &ModelGraph, strategy: &Strategy) -> Program {
+pub fn compile(model: &ModelSpec, graph: &ModelGraph, strategy: &Strategy, attention: AttentionKernel) -> Program {
     let split = tensor_split(model, strategy.tensor_parallel, strategy.sequence_parallel)
         .expect("the search keeps only degrees that split the model");
     let layout = Layout { split, strategy };
@@ -51,10 +51,10 @@ pub fn compile(model: &ModelSpec, graph: &ModelGraph, strategy: &Strategy) -> Pr
             BlockRole::Layers(_) => strategy.recompute,
             BlockRole::Embedding | BlockRole::Head => ir::strategy::Recompute::None,
         };
-        insert_frees(insert_collectives(differentiate(block, model, recompute), &layout))
+        insert_frees(insert_collectives(differentiate(block, model, recompute, attention), &layout))
     };
     let bodies: Vec<_> = graph.blocks.iter().map(compile_block).collect();
     let stages = schedule_stages(model, graph, strategy);
     let stages = update_parameters(stages, &bodies, model, strategy);
-    Program { bodies, stages }
+    Program { attention, bodies, stages }
 }

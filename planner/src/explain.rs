@@ -137,6 +137,9 @@ enum Direction {
 /// The first of these that makes something fit: freeing one fixed choice, then another number of GPUs.
 fn smallest_change(request: &Request, graph: &ModelGraph, direction: Direction) -> String {
     let fits = |case: &Request| check_request(case).is_ok() && !search(case, graph).best.is_empty();
+    if request.executable_only && fits(&Request { executable_only: false, top: 1, ..request.clone() }) {
+        return "leave out --executable: then a layout fits, which cannot be run yet".to_owned();
+    }
     for (flag, fixed) in request.fixed.each_freed() {
         if fits(&Request { fixed, top: 1, ..request.clone() }) {
             return format!("leave out {flag}: then a layout fits");

@@ -8,6 +8,7 @@ use ir::graph::{BlockRole, ModelGraph, count_parameters};
 use ir::mesh::{StageId, build_mesh};
 use ir::model::ModelSpec;
 use ir::plan::{BlockShards, Estimate, Executable, FORMAT_VERSION, Inputs, Plan, SearchReport, Stage, StopReason};
+use ir::program::AttentionKernel;
 use ir::provenance::Provenance;
 use ir::sharding::{TensorSplit, tensor_split};
 use ir::strategy::Strategy;
@@ -24,6 +25,10 @@ pub fn lower(request: &Request, graph: &ModelGraph, scored: &Scored, search: Sea
     let mesh = build_mesh(strategy);
     let split = split_of(request, strategy);
     let axes = mesh.axes.iter().filter(|(_, degree)| *degree > 1);
+    let attention = match request.machine.stack.kernels.flash_attention {
+        true => AttentionKernel::Flash,
+        false => AttentionKernel::Primitive,
+    };
     let obstacle = not_executable(&request.model, strategy);
     Plan {
         format_version: FORMAT_VERSION,
@@ -34,7 +39,7 @@ pub fn lower(request: &Request, graph: &ModelGraph, scored: &Scored, search: Sea
         added_parameters: split.added_parameters(&request.model),
         workload: request.workload,
         strategy: strategy.clone(),
-        program: obstacle.is_none().then(|| compile(&request.model, graph, strategy)),
+        program: obstacle.is_none().then(|| compile(&request.model, graph, strategy, attention)),
         executable: executable(&request.model, strategy),
         groups: axes.map(|(axis, _)| mesh.groups(*axis)).collect(),
         mesh,

@@ -3,7 +3,7 @@
 use super::array::{Array, for_each_index};
 use crate::graph::DimName;
 use crate::model::NormKind;
-use crate::program::Op;
+use crate::program::{AttentionOperand, Op};
 
 /// Added to a variance before its root is taken.
 const NORM_EPSILON: f64 = 1e-5;
@@ -43,6 +43,11 @@ pub fn apply(op: &Op, operands: &[&Array], result: &Result) -> Array {
         Op::Seed => Array { dims: Vec::new(), data: vec![result.seed] },
         Op::ScaleMask { scale, alibi } => scale_mask(operands[0], *scale, *alibi, result),
         Op::ScaleMaskGradient { scale } => scale_mask_gradient(operands[0], *scale),
+        Op::FlashAttention { scale, alibi } => {
+            let weights = attention_weights(operands, *scale, *alibi, result);
+            sum_of_products(&[&weights, operands[2]], result.dims)
+        }
+        Op::FlashAttentionGradient { of, scale, alibi } => attention_gradient(*of, operands, *scale, *alibi, result),
         Op::Softmax => softmax(operands[0]),
         Op::SoftmaxGradient => softmax_gradient(operands[0], operands[1]),
         Op::Gelu => elementwise(&|x| gelu(x[0])),
@@ -242,6 +247,37 @@ fn slope(head: usize, heads: usize) -> f64 {
     let power = heads.next_power_of_two() / if heads.is_power_of_two() { 1 } else { 2 };
     let of = |index: usize, count: usize| 2f64.powf(-8.0 * (index + 1) as f64 / count as f64);
     if head < power { of(head, power) } else { of(2 * (head - power), 2 * power) }
+}
+
+/// Softmax of the masked scores of query and keys.
+fn attention_weights(operands: &[&Array], scale: f64, alibi: bool, result: &Result) -> Array {
+    let scores = sum_of_products(&operands[..2], &score_dims(operands));
+    softmax(&scale_mask(&scores, scale, alibi, result))
+}
+
+/// `[micro_batch, key_value_heads, queries, sequence, key_sequence]`, as far as query and keys have them.
+fn score_dims(operands: &[&Array]) -> Vec<(DimName, usize)> {
+    let order = [
+        DimName::MicroBatch,
+        DimName::KeyValueHeads,
+        DimName::QueriesPerKeyValue,
+        DimName::Sequence,
+        DimName::KeySequence,
+    ];
+    order.map(|name| (name, operands[0].extent(name).max(operands[1].extent(name)))).to_vec()
+}
+
+/// Operands: query, keys, values, gradient of the context.
+fn attention_gradient(of: AttentionOperand, operands: &[&Array], scale: f64, alibi: bool, result: &Result) -> Array {
+    let weights = attention_weights(operands, scale, alibi, result);
+    let gradient = operands[3];
+    if of == AttentionOperand::Values {
+        return sum_of_products(&[&weights, gradient], result.dims);
+    }
+    let weight_gradient = sum_of_products(&[gradient, operands[2]], &weights.dims);
+    let score_gradient = scale_mask_gradient(&softmax_gradient(&weights, &weight_gradient), scale);
+    let other = if of == AttentionOperand::Query { operands[1] } else { operands[0] };
+    sum_of_products(&[&score_gradient, other], result.dims)
 }
 
 fn scale_mask_gradient(gradient: &Array, scale: f64) -> Array {

@@ -37,7 +37,7 @@ pub fn check_program(plan: &Plan, graph: &ModelGraph, split: TensorSplit, check:
             BlockRole::Layers(_) => plan.strategy.recompute,
             BlockRole::Embedding | BlockRole::Head => Recompute::None,
         };
-        let draft = differentiate(block, &plan.model, recompute);
+        let draft = differentiate(block, &plan.model, recompute, program.attention);
         check_body(body, &draft, setting, &format!("program.bodies[{index}]"), check);
     }
     for (stage, code) in plan.stages.iter().zip(&program.stages) {
