@@ -100,8 +100,11 @@ fn interpret(plan: &Plan, program: &Program) -> Result<(StepOutput, Vec<Vec<f64>
     let mut world = World::new(program, sizes, &initial_parameters(&plan.model, 5))?;
     let micro_batches = plan.strategy.num_micro_batches();
     let input = StepInput { tokens: &batch.tokens, targets: &batch.targets, micro_batches };
+    let evaluated = world.evaluate(&input)?;
     let output = world.step(&input, &OPTIMIZER)?;
-    Ok((output, world.parameters()?.into_values().collect()))
+    let mut numbers: Vec<Vec<f64>> = world.parameters()?.into_values().collect();
+    numbers.push(vec![evaluated]);
+    Ok((output, numbers))
 }
 
 /// A changed program and what was changed.
@@ -324,11 +327,15 @@ fn mutate_values(program: &Program, body: usize, mutants: &mut Vec<Mutant>) {
 
 /// Every change to every instruction of a schedule, at any depth.
 fn mutate_schedule(program: &Program, stage: usize, mutants: &mut Vec<Mutant>) {
-    let schedule = &program.stages[stage].schedule;
-    for (what, changed) in changed_schedules(schedule) {
+    for (what, changed) in changed_schedules(&program.stages[stage].schedule) {
         let mut mutant = program.clone();
         mutant.stages[stage].schedule = changed;
         mutants.push(Mutant { what: format!("schedule of stage {stage}: {what}"), program: mutant });
+    }
+    for (what, changed) in changed_schedules(&program.stages[stage].evaluation) {
+        let mut mutant = program.clone();
+        mutant.stages[stage].evaluation = changed;
+        mutants.push(Mutant { what: format!("evaluation of stage {stage}: {what}"), program: mutant });
     }
 }
 

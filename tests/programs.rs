@@ -11,7 +11,7 @@ use ir::interpreter::{Degrees, Optimizer, Sizes, StepInput, World, degrees};
 use ir::model::ModelSpec;
 use ir::program::AttentionKernel;
 use ir::reference::{
-    AdamState, AdamW, Batch, Parameters, adamw_step, initial_parameters, loss_and_gradients, random_batch,
+    AdamState, AdamW, Batch, Parameters, adamw_step, initial_parameters, loss, loss_and_gradients, random_batch,
 };
 use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
 use planner::compile::{compile, not_executable};
@@ -96,13 +96,24 @@ fn check(case: Case) {
         weight_decay: OPTIMIZER.weight_decay,
         clip: OPTIMIZER.clip,
     };
+    for micro_batches in [1, case.pipeline, case.pipeline + 1] {
+        // One program serves every number of micro-batches, for training and for evaluation.
+        let batch = random_batch(&model, (case.data * micro_batches) as usize, SEQUENCE, 11);
+        let input = StepInput { tokens: &batch.tokens, targets: &batch.targets, micro_batches };
+        let expected = loss(&model, &parameters, &batch, SEQUENCE);
+        let found = world.evaluate(&input).unwrap_or_else(|error| panic!("{error}"));
+        assert!((found / expected - 1.0).abs() < 1e-12, "evaluation {found} instead of {expected}");
+        let mut other = World::new(&program, sizes, &parameters).expect("the parameters fit");
+        let trained = other.step(&input, &OPTIMIZER).unwrap_or_else(|error| panic!("{error}"));
+        assert!((trained.loss / expected - 1.0).abs() < 1e-12, "loss {} instead of {expected}", trained.loss);
+    }
     for step in 0..3 {
         let sequences = (case.data * case.micro_batches) as usize;
         let batch: Batch = random_batch(&model, sequences, SEQUENCE, 100 + step);
-        let (loss, gradients) = loss_and_gradients(&model, &parameters, &batch, SEQUENCE);
+        let (expected, gradients) = loss_and_gradients(&model, &parameters, &batch, SEQUENCE);
         let input = StepInput { tokens: &batch.tokens, targets: &batch.targets, micro_batches: case.micro_batches };
         let found = world.step(&input, &OPTIMIZER).unwrap_or_else(|error| panic!("{error}"));
-        assert!((found.loss / loss - 1.0).abs() < 1e-12, "loss {} instead of {loss}", found.loss);
+        assert!((found.loss / expected - 1.0).abs() < 1e-12, "loss {} instead of {expected}", found.loss);
         let largest = gradients.values().flatten().fold(0.0f64, |most, x| most.max(x.abs()));
         if step == 0 {
             compare(&found.gradients, &gradients, 1e-12, 1e-3 * largest, "");

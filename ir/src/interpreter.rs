@@ -130,9 +130,21 @@ impl<'a> World<'a> {
     pub fn step(&mut self, input: &StepInput, optimizer: &Optimizer) -> Result<StepOutput, String> {
         stage::run_schedules(&mut self.stages, input)?;
         let (gradient_norm, gradients) = update::run_updates(self.program, &mut self.stages, optimizer)?;
-        let tokens = input.tokens.len() as f64;
-        let loss = self.stages.iter_mut().map(|stage| std::mem::take(&mut stage.loss)).sum::<f64>() / tokens;
-        Ok(StepOutput { loss, gradient_norm, gradients })
+        Ok(StepOutput { loss: self.take_loss(input), gradient_norm, gradients })
+    }
+
+    /// Runs the forward passes only, and gives the mean loss.
+    ///
+    /// # Errors
+    /// As [`World::step`].
+    pub fn evaluate(&mut self, input: &StepInput) -> Result<f64, String> {
+        stage::run_evaluations(&mut self.stages, input)?;
+        Ok(self.take_loss(input))
+    }
+
+    fn take_loss(&mut self, input: &StepInput) -> f64 {
+        let losses = self.stages.iter_mut().map(|stage| std::mem::take(&mut stage.loss));
+        losses.sum::<f64>() / input.tokens.len() as f64
     }
 
     /// Whole parameters after a step.

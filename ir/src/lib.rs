@@ -5,6 +5,7 @@
 pub mod derivative;
 pub mod distribution;
 pub mod error;
+pub mod footprint;
 pub mod graph;
 #[cfg(feature = "interpreter")]
 pub mod interpreter;

@@ -248,8 +248,10 @@ pub enum AttentionKernel {
 pub struct StageProgram {
     /// The stage.
     pub stage: StageId,
-    /// Passes in order.
+    /// Passes of a training step, in order.
     pub schedule: Vec<StageInstruction>,
+    /// Passes of an evaluation, forward only: what a pass keeps for backward ends with it.
+    pub evaluation: Vec<StageInstruction>,
     /// Reduction of gradients, norm, optimizer.
     pub update: Vec<UpdateInstruction>,
 }

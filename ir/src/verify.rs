@@ -35,6 +35,7 @@ mod schedule;
 mod update;
 
 use program::check_program;
+pub use schedule::chain as stage_chain;
 
 use crate::error::Problem;
 use crate::graph::{BlockRole, ModelGraph, build_graph, count_parameters};

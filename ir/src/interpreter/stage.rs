@@ -352,10 +352,27 @@ impl<'a> Stage<'a> {
 
 /// Runs the schedules of all stages.
 pub fn run_schedules(stages: &mut [Stage], input: &StepInput) -> Result<(), String> {
-    let passes: Vec<Vec<Pass>> = stages
-        .iter()
-        .map(|stage| unroll(&stage.code.schedule, input.micro_batches, MOST_PASSES))
-        .collect::<Result<_, _>>()?;
+    run_all(stages, input, |code| &code.schedule)?;
+    match stages.iter().find(|stage| !stage.frames.is_empty()) {
+        Some(stage) => Err(format!("stage {} ends with forward passes that have no backward", stage.code.stage.0)),
+        None => Ok(()),
+    }
+}
+
+/// Runs the evaluations of all stages.
+pub fn run_evaluations(stages: &mut [Stage], input: &StepInput) -> Result<(), String> {
+    run_all(stages, input, |code| &code.evaluation)?;
+    stages.iter_mut().for_each(|stage| stage.frames.clear());
+    Ok(())
+}
+
+fn run_all(
+    stages: &mut [Stage],
+    input: &StepInput,
+    schedule: fn(&StageProgram) -> &Vec<crate::program::StageInstruction>,
+) -> Result<(), String> {
+    let unrolled = stages.iter().map(|stage| unroll(schedule(stage.code), input.micro_batches, MOST_PASSES));
+    let passes: Vec<Vec<Pass>> = unrolled.collect::<Result<_, _>>()?;
     let mut next = vec![0; stages.len()];
     let mut mail = Mail::new();
     loop {
@@ -374,11 +391,6 @@ pub fn run_schedules(stages: &mut [Stage], input: &StepInput) -> Result<(), Stri
         }
         if !progress {
             return Err(format!("deadlock: stages wait at passes {next:?}"));
-        }
-    }
-    for stage in stages.iter_mut() {
-        if !stage.frames.is_empty() {
-            return Err(format!("stage {} ends with forward passes that have no backward", stage.code.stage.0));
         }
     }
     match mail.is_empty() {

@@ -25,9 +25,26 @@ pub fn check_schedules(plan: &Plan, program: &Program, check: &mut Check) {
     let counts: BTreeSet<u64> = [1, stages - 1, stages, stages + 1, planned].into_iter().filter(|m| *m > 0).collect();
     for micro_batches in counts {
         let before = check.problems.len();
-        run(plan, program, micro_batches, check);
+        run(plan, program, micro_batches, Kind::Training, check);
+        run(plan, program, micro_batches, Kind::Evaluation, check);
         if check.problems.len() > before {
             return;
+        }
+    }
+}
+
+/// Which of a stage's schedules is followed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Training,
+    Evaluation,
+}
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Kind::Training => "schedule",
+            Kind::Evaluation => "evaluation",
         }
     }
 }
@@ -66,14 +83,18 @@ struct Progress {
     in_flight: u64,
 }
 
-fn run(plan: &Plan, program: &Program, micro_batches: u64, check: &mut Check) {
+fn run(plan: &Plan, program: &Program, micro_batches: u64, kind: Kind, check: &mut Check) {
     let mut passes = Vec::new();
     let mut chains = Vec::new();
     for (stage, code) in plan.stages.iter().zip(&program.stages) {
-        let place = format!("program.stages[{}].schedule", stage.stage.0);
+        let place = format!("program.stages[{}].{}", stage.stage.0, kind.name());
+        let schedule = match kind {
+            Kind::Training => &code.schedule,
+            Kind::Evaluation => &code.evaluation,
+        };
         let chain = chain(plan, program, stage);
         let limit = (2 * chain.len() + 4) * micro_batches as usize * 2 + 64;
-        match unroll(&code.schedule, micro_batches, limit) {
+        match unroll(schedule, micro_batches, limit) {
             Ok(unrolled) => passes.push(unrolled),
             Err(what) => return check.report(format!("{what} (for {micro_batches} micro-batches)"), &place, EDITED),
         }
@@ -85,11 +106,11 @@ fn run(plan: &Plan, program: &Program, micro_batches: u64, check: &mut Check) {
         let mut progress = false;
         for index in 0..stages.len() {
             while let Some(pass) = passes[index].get(stages[index].next).copied() {
-                match step(plan, index, pass, &mut stages[index], &chains[index], &mut mail) {
+                match step(plan, kind, index, pass, &mut stages[index], &chains[index], &mut mail) {
                     Ok(false) => break,
                     Ok(true) => stages[index].next += 1,
                     Err(what) => {
-                        let place = format!("program.stages[{index}].schedule, pass {}", stages[index].next);
+                        let place = format!("program.stages[{index}].{}, pass {}", kind.name(), stages[index].next);
                         return check.report(format!("{what} (for {micro_batches} micro-batches)"), &place, EDITED);
                     }
                 }
@@ -100,12 +121,13 @@ fn run(plan: &Plan, program: &Program, micro_batches: u64, check: &mut Check) {
             break;
         }
     }
-    finish(micro_batches, &passes, &stages, &chains, &mail, check);
+    finish(micro_batches, kind, &passes, &stages, &chains, &mail, check);
 }
 
 /// Takes one pass; `false` if it waits.
 fn step(
     plan: &Plan,
+    kind: Kind,
     index: usize,
     pass: Pass,
     stage: &mut Progress,
@@ -150,9 +172,9 @@ fn step(
             if first {
                 stage.in_flight += 1;
                 let behind = (count - index) as u64;
-                let most = match plan.strategy.schedule {
-                    ScheduleKind::GPipe => u64::MAX,
-                    ScheduleKind::OneForwardOneBackward => behind,
+                let most = match (kind, plan.strategy.schedule) {
+                    (Kind::Evaluation, _) | (_, ScheduleKind::GPipe) => u64::MAX,
+                    (Kind::Training, ScheduleKind::OneForwardOneBackward) => behind,
                 };
                 if stage.in_flight > most {
                     return Err(format!("{} micro-batches are in flight", stage.in_flight));
@@ -163,6 +185,7 @@ fn step(
                 insert(&mut stage.streams, Direction::Activation, batch)?;
             }
         }
+        Pass::Backward(..) if kind == Kind::Evaluation => return Err("an evaluation goes backward".to_owned()),
         Pass::Backward(body, layer, batch) => {
             if stage.forward.get(&batch) != Some(&chain.len()) {
                 return Err(format!("micro-batch {batch} goes backward before it has gone forward"));
@@ -197,6 +220,7 @@ fn insert(streams: &mut BTreeSet<(Direction, u64)>, direction: Direction, batch:
 
 fn finish(
     micro_batches: u64,
+    kind: Kind,
     passes: &[Vec<Pass>],
     stages: &[Progress],
     chains: &[Vec<Call>],
@@ -204,14 +228,15 @@ fn finish(
     check: &mut Check,
 ) {
     for (index, stage) in stages.iter().enumerate() {
-        let place = format!("program.stages[{index}].schedule");
+        let place = format!("program.stages[{index}].{}", kind.name());
         if stage.next < passes[index].len() {
             let what =
                 format!("deadlock: {:?} waits for ever with {micro_batches} micro-batches", passes[index][stage.next]);
             check.report(what, &place, EDITED);
         }
         let all = (0..micro_batches).all(|batch| {
-            stage.forward.get(&batch) == Some(&chains[index].len()) && stage.backward.get(&batch) == Some(&0)
+            let back = kind == Kind::Evaluation || stage.backward.get(&batch) == Some(&0);
+            stage.forward.get(&batch) == Some(&chains[index].len()) && back
         });
         if !all || stage.forward.len() as u64 != micro_batches || !stage.streams.is_empty() {
             let what = format!("not every micro-batch of {micro_batches} goes forward and backward once");
@@ -220,6 +245,6 @@ fn finish(
     }
     if let Some((stage, direction, batch)) = mail.first() {
         let what = format!("{direction:?} of micro-batch {batch} is never received");
-        check.report(what, &format!("program.stages[{stage}].schedule"), EDITED);
+        check.report(what, &format!("program.stages[{stage}].{}", kind.name()), EDITED);
     }
 }

@@ -182,6 +182,8 @@ impl Pass<'_> {
                 Err(TypeError::Partial { operand, axis }) => {
                     assert!(axis != SplitAxis::Data, "only gradients of parameters are partial over replicas: {op:?}");
                     operands[operand] = self.reduced(operands[operand]);
+                    // From here on the value is the reduced one, in backward too: only gathers are repeated.
+                    self.typed.insert(draft_operands[operand], operands[operand]);
                 }
                 Err(TypeError::Convert { operand, axis, to }) => {
                     operands[operand] = self.placed(operands[operand], axis, to);

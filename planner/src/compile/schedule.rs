@@ -24,7 +24,9 @@ pub fn schedule_stages(model: &ModelSpec, graph: &ModelGraph, strategy: &Strateg
             ScheduleKind::GPipe => all_forward_first(&stage),
             ScheduleKind::OneForwardOneBackward => one_forward_one_backward(&stage, count - number - 1),
         };
-        stages.push(StageProgram { stage: StageId(number), schedule, update: Vec::new() });
+        let pass = forward_pass(&stage, &moving(Count::Fixed(0)));
+        let evaluation = vec![StageInstruction::Repeat(Count::MicroBatches, pass)];
+        stages.push(StageProgram { stage: StageId(number), schedule, evaluation, update: Vec::new() });
     }
     stages
 }
