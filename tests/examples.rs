@@ -54,7 +54,7 @@ fn check_example(folder: &Path, model: &str, gpus: &str) {
     assert_eq!(again.status.code(), Some(0), "{case}");
     let second = std::fs::read(folder.join("b.plan.ron")).expect("a plan was written");
     assert!(first == second, "{case}: two runs differ");
-    assert!(first.len() < 200_000, "{case}: {} bytes", first.len());
+    assert!(first.len() < 1_000_000, "{case}: {} bytes", first.len());
     let checked = plan(folder, &["check", "a.plan.ron"]);
     assert_eq!(checked.status.code(), Some(0), "{case}: {}", String::from_utf8_lossy(&checked.stderr));
     for arguments in [
@@ -107,7 +107,8 @@ fn json_has_the_names_of_the_contract() {
     let total: f64 = terms.values().map(|term| term.as_f64().expect("seconds")).sum();
     let step = value["estimate"]["step_seconds"].as_f64().expect("seconds");
     assert!((total / step - 1.0).abs() < 1e-9);
-    assert!(folder.path().join("bloom-176b-384.plan.ron").is_file(), "--json writes the plan too");
+    let written = std::fs::metadata(folder.path().join("bloom-176b-384.plan.ron")).expect("--json writes the plan too");
+    assert!(written.len() < 200_000, "BLOOM's plan has {} bytes", written.len());
 }
 
 #[test]

@@ -3,8 +3,9 @@
 
 use std::collections::BTreeMap;
 
-use crate::distribution::{Distribution, Place, SplitAxis};
+use crate::distribution::{Distribution, Place};
 use crate::graph::{Dim, DimName, Extent};
+use crate::placement::Placement;
 use crate::plan::{Plan, Stage};
 use crate::program::{Body, Instruction, Program, ValueId};
 use crate::sharding::TensorSplit;
@@ -35,7 +36,7 @@ pub struct BodyFootprint {
 
 /// Counts the bytes of each stage's ranks.
 pub fn stage_footprints(plan: &Plan, program: &Program, split: TensorSplit) -> Vec<StageFootprint> {
-    let sizes = LocalSizes { plan, split };
+    let sizes = LocalSizes { plan, placement: Placement { split, strategy: &plan.strategy } };
     let bodies: Vec<BodyFootprint> = program.bodies.iter().map(|body| body_footprint(body, sizes)).collect();
     plan.stages.iter().map(|stage| stage_footprint(plan, program, stage, sizes, &bodies)).collect()
 }
@@ -106,18 +107,10 @@ fn live_through(
 #[derive(Clone, Copy)]
 struct LocalSizes<'a> {
     plan: &'a Plan,
-    split: TensorSplit,
+    placement: Placement<'a>,
 }
 
 impl LocalSizes<'_> {
-    fn degree(&self, axis: SplitAxis) -> u64 {
-        match axis {
-            SplitAxis::Data => self.plan.strategy.data_parallel,
-            SplitAxis::Tensor => self.split.key_value_ways,
-            SplitAxis::Query => self.split.tensor_parallel / self.split.key_value_ways,
-        }
-    }
-
     /// Elements that one rank holds.
     fn elements(&self, shape: &[Dim], distribution: Distribution) -> u64 {
         let whole = |dim: &Dim| match dim.extent {
@@ -125,14 +118,16 @@ impl LocalSizes<'_> {
             Extent::Sequence => self.plan.workload.sequence_length,
             Extent::Fixed(size) => size,
         };
-        let local = |dim: &Dim| {
-            let split = SplitAxis::ALL.into_iter().filter(|axis| distribution.on(*axis) == Place::Sharded(dim.name));
-            whole(dim) / split.map(|axis| self.degree(axis)).product::<u64>()
-        };
+        let local = |dim: &Dim| whole(dim) / self.placement.ways(dim.name, distribution);
         let elements: u64 = shape.iter().map(local).product();
         match distribution.data {
-            Place::Flat => elements.div_ceil(self.degree(SplitAxis::Data)),
+            Place::Flat => elements.div_ceil(self.plan.strategy.data_parallel),
             _ => elements,
         }
     }
+}
+
+/// Elements of a value, or of a parameter's part, that one rank of a plan holds.
+pub fn local_elements(plan: &Plan, split: TensorSplit, shape: &[Dim], distribution: Distribution) -> u64 {
+    LocalSizes { plan, placement: Placement { split, strategy: &plan.strategy } }.elements(shape, distribution)
 }

@@ -251,6 +251,11 @@ impl Extent {
 }
 
 impl Tensor {
+    /// Names of the dims.
+    pub fn dim_names(&self) -> Vec<DimName> {
+        self.shape.iter().map(|dim| dim.name).collect()
+    }
+
     /// The extent of a dim, if the tensor has it.
     pub fn extent(&self, name: DimName) -> Option<Extent> {
         self.shape.iter().find(|dim| dim.name == name).map(|dim| dim.extent)

@@ -11,6 +11,7 @@ pub mod graph;
 pub mod interpreter;
 pub mod mesh;
 pub mod model;
+pub mod placement;
 pub mod plan;
 pub mod program;
 pub mod provenance;

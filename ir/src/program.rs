@@ -373,6 +373,13 @@ impl UpdateInstruction {
     }
 }
 
+impl Value {
+    /// Names of the dims.
+    pub fn dim_names(&self) -> Vec<DimName> {
+        self.shape.iter().map(|dim| dim.name).collect()
+    }
+}
+
 impl Count {
     /// The number for `m` micro-batches.
     pub fn value(&self, micro_batches: u64) -> u64 {

@@ -17,11 +17,12 @@ mod update;
 use ir::derivative::{differentiate, undifferentiable};
 use ir::graph::{BlockRole, ModelGraph};
 use ir::model::ModelSpec;
+use ir::placement::Placement;
 use ir::program::{AttentionKernel, Program};
 use ir::sharding::tensor_split;
 use ir::strategy::Strategy;
 
-use collectives::{Layout, insert_collectives};
+use collectives::insert_collectives;
 use frees::insert_frees;
 
 use schedule::schedule_stages;
@@ -45,13 +46,13 @@ pub fn not_executable(model: &ModelSpec, strategy: &Strategy) -> Option<String> 
 pub fn compile(model: &ModelSpec, graph: &ModelGraph, strategy: &Strategy, attention: AttentionKernel) -> Program {
     let split = tensor_split(model, strategy.tensor_parallel, strategy.sequence_parallel)
         .expect("the search keeps only degrees that split the model");
-    let layout = Layout { split, strategy };
+    let placement = Placement { split, strategy };
     let compile_block = |block: &ir::graph::Block| {
         let recompute = match block.role {
             BlockRole::Layers(_) => strategy.recompute,
             BlockRole::Embedding | BlockRole::Head => ir::strategy::Recompute::None,
         };
-        insert_frees(insert_collectives(differentiate(block, model, recompute, attention), &layout))
+        insert_frees(insert_collectives(differentiate(block, model, recompute, attention), placement))
     };
     let bodies: Vec<_> = graph.blocks.iter().map(compile_block).collect();
     let stages = schedule_stages(model, graph, strategy);

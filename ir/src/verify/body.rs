@@ -6,76 +6,19 @@ use super::{Check, EDITED};
 use crate::derivative::{Draft, Step};
 use crate::distribution::{Distribution, Operand, Place, SplitAxis, infer};
 use crate::graph::{Dim, DimName, Element, Extent, Tensor};
+use crate::placement::Placement;
 use crate::program::{Body, Conversion, Instruction, Op, Value, ValueId};
-use crate::sharding::TensorSplit;
-use crate::strategy::{Strategy, ZeroStage};
-
-/// What the types of a body depend on.
-#[derive(Clone, Copy)]
-pub struct Setting<'a> {
-    pub split: TensorSplit,
-    pub strategy: &'a Strategy,
-}
-
-impl Setting<'_> {
-    /// Ranks along an axis.
-    pub fn degree(&self, axis: SplitAxis) -> u64 {
-        match axis {
-            SplitAxis::Data => self.strategy.data_parallel,
-            SplitAxis::Tensor => self.split.key_value_ways,
-            SplitAxis::Query => self.split.tensor_parallel / self.split.key_value_ways,
-        }
-    }
-
-    fn normal(&self, distribution: Distribution) -> Distribution {
-        let single = SplitAxis::ALL.into_iter().filter(|axis| self.degree(*axis) == 1);
-        single.fold(distribution, |normal, axis| normal.with(axis, Place::Replicated))
-    }
-
-    /// Type of index data and of activations between blocks.
-    fn stream(&self, value: &Value) -> Distribution {
-        let has = |name| value.shape.iter().any(|dim| dim.name == name);
-        let mut stream = Distribution::REPLICATED;
-        if has(DimName::MicroBatch) {
-            stream.data = Place::Sharded(DimName::MicroBatch);
-        }
-        if self.split.sequence_parallel && has(DimName::Sequence) && has(DimName::Hidden) {
-            stream.tensor = Place::Sharded(DimName::Sequence);
-            stream.query = Place::Sharded(DimName::Sequence);
-        }
-        self.normal(stream)
-    }
-
-    /// Type of a stored parameter with these dims.
-    pub fn stored(&self, shape: &[(DimName, u64)]) -> Distribution {
-        let mut stored = Distribution::REPLICATED;
-        for (name, _) in shape {
-            match name {
-                DimName::KeyValueHeads => stored.tensor = Place::Sharded(*name),
-                DimName::QueriesPerKeyValue => stored.query = Place::Sharded(*name),
-                DimName::Intermediate | DimName::Vocabulary => {
-                    stored.tensor = Place::Sharded(*name);
-                    stored.query = Place::Sharded(*name);
-                }
-                _ => {}
-            }
-        }
-        if self.strategy.zero_stage == ZeroStage::Parameters {
-            stored.data = Place::Flat;
-        }
-        self.normal(stored)
-    }
-}
+use crate::strategy::ZeroStage;
 
 /// Checks a body against the block's draft.
-pub fn check_body(body: &Body, draft: &Draft, setting: Setting, place: &str, check: &mut Check) {
+pub fn check_body(body: &Body, draft: &Draft, placement: Placement, place: &str, check: &mut Check) {
     if !ids_exist(body, place, check) {
         return;
     }
-    check_parameters(body, draft, setting, place, check);
+    check_parameters(body, draft, placement, place, check);
     check_lives(body, place, check);
-    check_types(body, setting, place, check);
-    check_computation(body, draft, setting, place, check);
+    check_types(body, placement, place, check);
+    check_computation(body, draft, placement, place, check);
 }
 
 /// Whether every id names something; nothing else is checked otherwise.
@@ -117,7 +60,7 @@ pub fn writes(instruction: &Instruction) -> Option<ValueId> {
     }
 }
 
-fn check_parameters(body: &Body, draft: &Draft, setting: Setting, place: &str, check: &mut Check) {
+fn check_parameters(body: &Body, draft: &Draft, placement: Placement, place: &str, check: &mut Check) {
     check.expect(body.name.as_str(), draft.name.as_str(), place, "name of the block");
     check.expect(body.parameters.len(), draft.parameters.len(), place, "number of parameters");
     for (found, expected) in body.parameters.iter().zip(&draft.parameters) {
@@ -125,13 +68,18 @@ fn check_parameters(body: &Body, draft: &Draft, setting: Setting, place: &str, c
         check.expect(found.name.as_str(), expected.name, &place, "name");
         check.expect(found.tied, expected.tied, &place, "tied");
         let extent = |name: DimName, extent: Extent| match (name, extent) {
-            (DimName::Vocabulary, _) => setting.split.padded_rows,
+            (DimName::Vocabulary, _) => placement.split.padded_rows,
             (_, Extent::Fixed(size)) => size,
             (_, Extent::MicroBatch | Extent::Sequence) => 0,
         };
         let shape = expected.tensor.shape.iter().map(|dim| (dim.name, extent(dim.name, dim.extent))).collect();
         check.expect(&found.shape, &shape, &place, "shape");
-        check.expect(found.stored, setting.stored(&shape), &place, "stored distribution");
+        check.expect(
+            found.stored,
+            placement.stored(shape.iter().map(|(name, _)| *name)),
+            &place,
+            "stored distribution",
+        );
     }
 }
 
@@ -195,7 +143,7 @@ fn live_through(body: &Body, instructions: &[Instruction], lives: &mut [Life], p
     }
 }
 
-fn check_types(body: &Body, setting: Setting, place: &str, check: &mut Check) {
+fn check_types(body: &Body, placement: Placement, place: &str, check: &mut Check) {
     let value = |id: ValueId| &body.values[id.0 as usize];
     for (index, instruction) in body.forward.iter().chain(&body.backward).enumerate() {
         let line = match index.checked_sub(body.forward.len()) {
@@ -204,7 +152,12 @@ fn check_types(body: &Body, setting: Setting, place: &str, check: &mut Check) {
         };
         match instruction {
             Instruction::Input(_, id) => {
-                check.expect(value(*id).distribution, setting.stream(value(*id)), &line, "type of index data");
+                check.expect(
+                    value(*id).distribution,
+                    placement.stream(&value(*id).dim_names()),
+                    &line,
+                    "type of index data",
+                );
             }
             Instruction::Load(parameter, id) => {
                 let parameter = &body.parameters[*parameter as usize];
@@ -214,35 +167,40 @@ fn check_types(body: &Body, setting: Setting, place: &str, check: &mut Check) {
                 check.expect(&value(*id).shape, &shape, &line, "shape of the stored parameter");
                 check.expect(value(*id).element, Element::Model, &line, "number format of a parameter");
             }
-            Instruction::Compute(op, operands, id) => check_operator(body, op, operands, *id, setting, &line, check),
+            Instruction::Compute(op, operands, id) => check_operator(body, op, operands, *id, placement, &line, check),
             Instruction::Convert(conversion, axes, from, to) => {
-                check_conversion(*conversion, axes, [value(*from), value(*to)], setting, &line, check);
+                check_conversion(*conversion, axes, [value(*from), value(*to)], placement, &line, check);
             }
             Instruction::Accumulate(parameter, id) => {
                 let parameter = &body.parameters[*parameter as usize];
                 check.expect(value(*id).distribution, parameter.gradient, &line, "type of the accumulated gradient");
-                check_gradient(parameter.gradient, parameter.stored, setting, &line, check);
+                check_gradient(parameter.gradient, parameter.stored, placement, &line, check);
             }
             Instruction::Free(_) => {}
         }
     }
     let ends = [body.input, body.output_gradient.map(|_| body.output), body.output_gradient, body.input_gradient];
     for id in ends.into_iter().flatten() {
-        check.expect(value(id).distribution, setting.stream(value(id)), place, "type of an activation between blocks");
+        check.expect(
+            value(id).distribution,
+            placement.stream(&value(id).dim_names()),
+            place,
+            "type of an activation between blocks",
+        );
     }
 }
 
 /// An accumulated gradient lies as its parameter or is a summand over tensor ranks; over replicas it is a
 /// summand, or from ZeRO-2 on the owner's part.
-fn check_gradient(gradient: Distribution, stored: Distribution, setting: Setting, line: &str, check: &mut Check) {
+fn check_gradient(gradient: Distribution, stored: Distribution, placement: Placement, line: &str, check: &mut Check) {
     for axis in [SplitAxis::Tensor, SplitAxis::Query] {
         let whole = stored.on(axis) == Place::Replicated && gradient.on(axis) == Place::PartialSum;
         if gradient.on(axis) != stored.on(axis) && !whole {
             check.report(format!("the gradient is {:?} over {axis:?}", gradient.on(axis)), line, EDITED);
         }
     }
-    let expected = match setting.strategy.zero_stage {
-        _ if setting.degree(SplitAxis::Data) == 1 => Place::Replicated,
+    let expected = match placement.strategy.zero_stage {
+        _ if placement.degree(SplitAxis::Data) == 1 => Place::Replicated,
         ZeroStage::None | ZeroStage::OptimizerState => Place::PartialSum,
         ZeroStage::Gradients | ZeroStage::Parameters => Place::Flat,
     };
@@ -254,20 +212,19 @@ fn check_operator(
     op: &Op,
     operands: &[ValueId],
     id: ValueId,
-    setting: Setting,
+    placement: Placement,
     line: &str,
     check: &mut Check,
 ) {
     let value = |id: ValueId| &body.values[id.0 as usize];
-    let dims_of = |id: ValueId| -> Vec<DimName> { value(id).shape.iter().map(|dim| dim.name).collect() };
-    let dims: Vec<Vec<DimName>> = operands.iter().map(|operand| dims_of(*operand)).collect();
+    let dims: Vec<Vec<DimName>> = operands.iter().map(|operand| value(*operand).dim_names()).collect();
     let typed: Vec<Operand> = operands
         .iter()
         .zip(&dims)
         .map(|(operand, dims)| Operand { dims, distribution: value(*operand).distribution })
         .collect();
-    match infer(op, &typed, &dims_of(id), value(id).distribution) {
-        Ok(found) => check.expect(value(id).distribution, setting.normal(found), line, "type of the result"),
+    match infer(op, &typed, &value(id).dim_names(), value(id).distribution) {
+        Ok(found) => check.expect(value(id).distribution, placement.normal(found), line, "type of the result"),
         Err(error) => check.report(format!("{op:?} is not well typed: {error:?}"), line, EDITED),
     }
 }
@@ -276,7 +233,7 @@ fn check_conversion(
     conversion: Conversion,
     axes: &[SplitAxis],
     ends: [&Value; 2],
-    setting: Setting,
+    placement: Placement,
     line: &str,
     check: &mut Check,
 ) {
@@ -285,7 +242,7 @@ fn check_conversion(
         check.report("a conversion changes the shape or the number format", line, EDITED);
     }
     let sorted = axes.windows(2).all(|pair| pair[0] < pair[1]);
-    if axes.is_empty() || !sorted || axes.iter().any(|axis| setting.degree(*axis) == 1) {
+    if axes.is_empty() || !sorted || axes.iter().any(|axis| placement.degree(*axis) == 1) {
         check.report(format!("axes {axes:?} are no group of several ranks"), line, EDITED);
         return;
     }
@@ -326,7 +283,7 @@ enum Origin {
 }
 
 /// The steps left when conversions, loads and frees are taken out must be those of the draft.
-fn check_computation(body: &Body, draft: &Draft, setting: Setting, place: &str, check: &mut Check) {
+fn check_computation(body: &Body, draft: &Draft, placement: Placement, place: &str, check: &mut Check) {
     let mut origins: BTreeMap<ValueId, Origin> = BTreeMap::new();
     for instruction in body.forward.iter().chain(&body.backward) {
         match instruction {
@@ -350,7 +307,7 @@ fn check_computation(body: &Body, draft: &Draft, setting: Setting, place: &str, 
         check.expect(found.is_some(), ends.is_some(), place, "ends of the body");
         if let (Some(drafted), Some(found)) = (ends, found) {
             let tensor = &draft.values[drafted.0 as usize].tensor;
-            check_shape(&body.values[found.0 as usize], tensor, setting.split.padded_rows, place, check);
+            check_shape(&body.values[found.0 as usize], tensor, placement.split.padded_rows, place, check);
             names.insert(drafted, Origin::Value(found));
         }
     }
@@ -361,7 +318,7 @@ fn check_computation(body: &Body, draft: &Draft, setting: Setting, place: &str, 
             draft,
             instructions,
             steps,
-            setting.split.padded_rows,
+            placement.split.padded_rows,
             &origin,
             &mut names,
             &format!("{place}, {pass}"),

@@ -1,11 +1,12 @@
 //! Rules on a plan's programs, put together.
 
-use super::body::{Setting, check_body};
+use super::body::check_body;
 use super::schedule::check_schedules;
 use super::update::check_updates;
 use super::{Check, EDITED};
 use crate::derivative::{differentiate, undifferentiable};
 use crate::graph::{BlockRole, ModelGraph};
+use crate::placement::Placement;
 use crate::plan::{Executable, Plan};
 use crate::sharding::TensorSplit;
 use crate::strategy::Recompute;
@@ -31,14 +32,14 @@ pub fn check_program(plan: &Plan, graph: &ModelGraph, split: TensorSplit, check:
     if !sizes || check.problems.iter().any(|problem| problem.location.contains("stages[")) {
         return;
     }
-    let setting = Setting { split, strategy: &plan.strategy };
+    let placement = Placement { split, strategy: &plan.strategy };
     for (index, (body, block)) in program.bodies.iter().zip(&graph.blocks).enumerate() {
         let recompute = match block.role {
             BlockRole::Layers(_) => plan.strategy.recompute,
             BlockRole::Embedding | BlockRole::Head => Recompute::None,
         };
         let draft = differentiate(block, &plan.model, recompute, program.attention);
-        check_body(body, &draft, setting, &format!("program.bodies[{index}]"), check);
+        check_body(body, &draft, placement, &format!("program.bodies[{index}]"), check);
     }
     for (stage, code) in plan.stages.iter().zip(&program.stages) {
         check.expect(code.stage, stage.stage, &format!("program.stages[{}]", stage.stage.0), "number of the stage");
@@ -47,5 +48,5 @@ pub fn check_program(plan: &Plan, graph: &ModelGraph, split: TensorSplit, check:
         return;
     }
     check_schedules(plan, program, check);
-    check_updates(plan, program, setting, check);
+    check_updates(plan, program, placement, check);
 }

@@ -3,10 +3,10 @@
 
 use std::collections::BTreeMap;
 
-use super::body::Setting;
 use super::schedule::chain;
 use super::{Check, EDITED};
 use crate::distribution::{Distribution, Place, SplitAxis};
+use crate::placement::Placement;
 use crate::plan::Plan;
 use crate::program::{Conversion, Parameter, ParameterRef, Program, UpdateInstruction};
 use crate::strategy::ZeroStage;
@@ -23,7 +23,7 @@ struct History {
 }
 
 /// Checks the updates of all stages.
-pub fn check_updates(plan: &Plan, program: &Program, setting: Setting, check: &mut Check) {
+pub fn check_updates(plan: &Plan, program: &Program, placement: Placement, check: &mut Check) {
     let mut tied = Vec::new();
     for (index, stage) in plan.stages.iter().enumerate() {
         let place = format!("program.stages[{index}].update");
@@ -38,9 +38,9 @@ pub fn check_updates(plan: &Plan, program: &Program, setting: Setting, check: &m
                 }
             }
         }
-        follow(program, index, setting, &mut held, &place, check);
+        follow(program, index, placement, &mut held, &place, check);
         for (reference, history) in &held {
-            check_history(plan, program, *reference, history, setting, both_ends, &place, check);
+            check_history(plan, program, *reference, history, placement, both_ends, &place, check);
             tied.extend(history.tied.map(|distribution| (index, distribution)));
         }
     }
@@ -63,7 +63,7 @@ pub fn check_updates(plan: &Plan, program: &Program, setting: Setting, check: &m
 fn follow(
     program: &Program,
     index: usize,
-    setting: Setting,
+    placement: Placement,
     held: &mut BTreeMap<ParameterRef, History>,
     place: &str,
     check: &mut Check,
@@ -86,7 +86,7 @@ fn follow(
                 continue;
             };
             let parameter = &program.bodies[reference.body as usize].parameters[reference.parameter as usize];
-            apply(instruction, parameter, history, norms, setting, &place, check);
+            apply(instruction, parameter, history, norms, placement, &place, check);
         }
     }
     check.expect(norms, 1, place, "number of global norms");
@@ -97,7 +97,7 @@ fn apply(
     parameter: &Parameter,
     history: &mut History,
     norms: u32,
-    setting: Setting,
+    placement: Placement,
     place: &str,
     check: &mut Check,
 ) {
@@ -133,11 +133,11 @@ fn apply(
             let sharded = |axis: &SplitAxis| matches!(gradient.on(*axis), Place::Sharded(_) | Place::Flat);
             let expected: Vec<SplitAxis> = SplitAxis::ALL.into_iter().filter(sharded).collect();
             check.expect(axes, &expected, place, &format!("axes over which {name} is sharded"));
-            check_optimizer_type(gradient, parameter, setting, place, check);
+            check_optimizer_type(gradient, parameter, placement, place, check);
         }
         UpdateInstruction::AdamW(_) => {
             history.steps += 1;
-            check_optimizer_type(gradient, parameter, setting, place, check);
+            check_optimizer_type(gradient, parameter, placement, place, check);
         }
         UpdateInstruction::GatherOverData(_) => {
             history.gathers += 1;
@@ -153,11 +153,11 @@ fn apply(
 fn check_optimizer_type(
     gradient: Distribution,
     parameter: &Parameter,
-    setting: Setting,
+    placement: Placement,
     place: &str,
     check: &mut Check,
 ) {
-    let owned = setting.strategy.zero_stage != ZeroStage::None && setting.degree(SplitAxis::Data) > 1;
+    let owned = placement.strategy.zero_stage != ZeroStage::None && placement.degree(SplitAxis::Data) > 1;
     let data = if owned { Place::Flat } else { Place::Replicated };
     let expected = parameter.stored.with(SplitAxis::Data, data);
     check.expect(gradient, expected, place, &format!("type of {}'s gradient at the optimizer", parameter.name));
@@ -169,7 +169,7 @@ fn check_history(
     program: &Program,
     reference: ParameterRef,
     history: &History,
-    setting: Setting,
+    placement: Placement,
     both_ends: bool,
     place: &str,
     check: &mut Check,
@@ -178,9 +178,9 @@ fn check_history(
     let what = |text: &str| format!("{text} of {} in layer {}", parameter.name, reference.layer);
     check.expect(history.steps, 1, place, &what("optimizer steps"));
     check.expect(history.squares, u32::from(!parameter.tied), place, &what("counts in the norm"));
-    let zero = setting.strategy.zero_stage;
+    let zero = placement.strategy.zero_stage;
     let gathered =
-        matches!(zero, ZeroStage::OptimizerState | ZeroStage::Gradients) && setting.degree(SplitAxis::Data) > 1;
+        matches!(zero, ZeroStage::OptimizerState | ZeroStage::Gradients) && placement.degree(SplitAxis::Data) > 1;
     check.expect(history.gathers, u32::from(gathered), place, &what("gathers"));
     let table = parameter.tied || parameter.name == "embedding.token";
     let summed = table && plan.model.tied_embedding && !both_ends;

@@ -8,87 +8,16 @@ use std::collections::BTreeMap;
 
 use ir::distribution::{Distribution, Operand, Place, SplitAxis, TypeError, infer};
 use ir::graph::{Dim, DimName, Extent, Tensor};
+use ir::placement::Placement;
 use ir::program::{Body, Conversion, Instruction, Op, Parameter, Value, ValueId};
-use ir::sharding::TensorSplit;
-use ir::strategy::{Strategy, ZeroStage};
+use ir::strategy::ZeroStage;
 
 use ir::derivative::{Draft, Step};
 
-/// Axes that the tensor degree is made of.
-const TENSOR_AXES: [SplitAxis; 2] = [SplitAxis::Tensor, SplitAxis::Query];
-
-/// What decides the types of inputs and parameters.
-#[derive(Clone, Copy, Debug)]
-pub struct Layout<'a> {
-    /// How the tensor axis splits dims.
-    pub split: TensorSplit,
-    /// The strategy.
-    pub strategy: &'a Strategy,
-}
-
-impl Layout<'_> {
-    /// Ranks along an axis.
-    pub fn degree(&self, axis: SplitAxis) -> u64 {
-        match axis {
-            SplitAxis::Data => self.strategy.data_parallel,
-            SplitAxis::Tensor => self.split.key_value_ways,
-            SplitAxis::Query => self.split.tensor_parallel / self.split.key_value_ways,
-        }
-    }
-
-    /// A distribution without places on axes of one rank.
-    fn normal(&self, distribution: Distribution) -> Distribution {
-        let single = SplitAxis::ALL.into_iter().filter(|axis| self.degree(*axis) == 1);
-        single.fold(distribution, |normal, axis| normal.with(axis, Place::Replicated))
-    }
-
-    /// The axes along which a dim is split by tensor parallelism.
-    fn axes_of(dim: DimName) -> &'static [SplitAxis] {
-        match dim {
-            DimName::KeyValueHeads => &[SplitAxis::Tensor],
-            DimName::QueriesPerKeyValue => &[SplitAxis::Query],
-            DimName::Intermediate | DimName::Vocabulary => &TENSOR_AXES,
-            _ => &[],
-        }
-    }
-
-    /// How a parameter lies over tensor ranks.
-    fn parameter(&self, tensor: &Tensor) -> Distribution {
-        let mut distribution = Distribution::REPLICATED;
-        for dim in &tensor.shape {
-            for axis in Self::axes_of(dim.name) {
-                distribution = distribution.with(*axis, Place::Sharded(dim.name));
-            }
-        }
-        self.normal(distribution)
-    }
-
-    /// How an activation of the residual stream, or index data, lies.
-    fn stream(&self, tensor: &Tensor) -> Distribution {
-        let mut distribution = Distribution::REPLICATED;
-        if tensor.extent(DimName::MicroBatch).is_some() {
-            distribution = distribution.with(SplitAxis::Data, Place::Sharded(DimName::MicroBatch));
-        }
-        if self.splits_sequence(tensor) {
-            distribution = TENSOR_AXES
-                .into_iter()
-                .fold(distribution, |stream, axis| stream.with(axis, Place::Sharded(DimName::Sequence)));
-        }
-        self.normal(distribution)
-    }
-
-    /// Whether sequence parallelism splits an activation.
-    fn splits_sequence(&self, tensor: &Tensor) -> bool {
-        self.split.sequence_parallel
-            && tensor.extent(DimName::Sequence).is_some()
-            && tensor.extent(DimName::Hidden).is_some()
-    }
-}
-
 /// Types a block.
-pub fn insert_collectives(draft: Draft, layout: &Layout) -> Body {
+pub fn insert_collectives(draft: Draft, placement: Placement) -> Body {
     let mut pass = Pass {
-        layout,
+        placement,
         draft: &draft,
         values: Vec::new(),
         typed: BTreeMap::new(),
@@ -121,7 +50,7 @@ pub fn insert_collectives(draft: Draft, layout: &Layout) -> Body {
 }
 
 struct Pass<'a> {
-    layout: &'a Layout<'a>,
+    placement: Placement<'a>,
     draft: &'a Draft,
     values: Vec<Value>,
     /// Typed value of each draft value, as it was computed.
@@ -133,7 +62,7 @@ struct Pass<'a> {
 
 impl Pass<'_> {
     fn value(&mut self, name: String, tensor: &Tensor, distribution: Distribution) -> ValueId {
-        let rows = Extent::Fixed(self.layout.split.padded_rows);
+        let rows = Extent::Fixed(self.placement.split.padded_rows);
         let whole = |dim: &Dim| if dim.name == DimName::Vocabulary { Dim { extent: rows, ..*dim } } else { *dim };
         let shape = tensor.shape.iter().map(whole).collect();
         self.values.push(Value { name, shape, element: tensor.element, distribution });
@@ -147,7 +76,7 @@ impl Pass<'_> {
     /// A value that arrives from outside the body.
     fn stream_value(&mut self, draft: ValueId) -> ValueId {
         let DraftAlias { name, tensor } = self.alias(draft);
-        let value = self.value(name, &tensor, self.layout.stream(&tensor));
+        let value = self.value(name, &tensor, self.placement.stream(&tensor.dim_names()));
         self.typed.insert(draft, value);
         value
     }
@@ -178,7 +107,7 @@ impl Pass<'_> {
         let result_dims: Vec<DimName> = tensor.shape.iter().map(|dim| dim.name).collect();
         let distribution = loop {
             match self.infer(op, &operands, &result_dims, declared) {
-                Ok(distribution) => break self.layout.normal(distribution),
+                Ok(distribution) => break self.placement.normal(distribution),
                 Err(TypeError::Partial { operand, axis }) => {
                     assert!(axis != SplitAxis::Data, "only gradients of parameters are partial over replicas: {op:?}");
                     operands[operand] = self.reduced(operands[operand]);
@@ -212,7 +141,7 @@ impl Pass<'_> {
     }
 
     fn dims(&self, value: ValueId) -> Vec<DimName> {
-        self.values[value.0 as usize].shape.iter().map(|dim| dim.name).collect()
+        self.values[value.0 as usize].dim_names()
     }
 
     /// The typed value of a draft value; a parameter is loaded, and gathered over replicas, on first use.
@@ -225,7 +154,7 @@ impl Pass<'_> {
             return *value;
         }
         let DraftAlias { name, tensor } = self.alias(draft);
-        let stored = self.stored(&tensor);
+        let stored = self.placement.stored(tensor.dim_names());
         let loaded = self.value(name, &tensor, stored);
         self.instructions.push(Instruction::Load(index as u32, loaded));
         let value = match stored.data {
@@ -239,27 +168,20 @@ impl Pass<'_> {
         value
     }
 
-    fn stored(&self, tensor: &Tensor) -> Distribution {
-        let distribution = self.layout.parameter(tensor);
-        let sharded =
-            self.layout.strategy.zero_stage == ZeroStage::Parameters && self.layout.degree(SplitAxis::Data) > 1;
-        if sharded { distribution.with(SplitAxis::Data, Place::Flat) } else { distribution }
-    }
-
     /// A draft value in the type of the residual stream.
     fn as_stream(&mut self, draft: ValueId) -> ValueId {
         let value = self.typed[&draft];
-        let partial = TENSOR_AXES.into_iter().any(|axis| self.distribution(value).on(axis).is_partial());
+        let mut axes = self.placement.tensor_axes().into_iter();
+        let partial = axes.any(|axis| self.distribution(value).on(axis).is_partial());
         if partial { self.reduced(value) } else { value }
     }
 
     /// The value with its partial places on tensor axes reduced to the type of the stream.
     fn reduced(&mut self, value: ValueId) -> ValueId {
         let from = self.distribution(value);
-        let axes: Vec<SplitAxis> = TENSOR_AXES.into_iter().filter(|axis| from.on(*axis).is_partial()).collect();
-        let all: Vec<SplitAxis> = TENSOR_AXES.into_iter().filter(|axis| self.layout.degree(*axis) > 1).collect();
-        let Value { shape, element, .. } = self.values[value.0 as usize].clone();
-        let scattered = self.layout.splits_sequence(&Tensor { shape, element });
+        let all = self.placement.tensor_axes();
+        let axes: Vec<SplitAxis> = all.iter().copied().filter(|axis| from.on(*axis).is_partial()).collect();
+        let scattered = self.placement.splits_sequence(&self.dims(value));
         let place = |axes: &[SplitAxis], place| axes.iter().fold(from, |to, axis| to.with(*axis, place));
         let maximum = axes.iter().any(|axis| from.on(*axis) == Place::PartialMax);
         if scattered && axes == all {
@@ -289,7 +211,7 @@ impl Pass<'_> {
         };
         let both = axis != SplitAxis::Data && !matches!(dim, DimName::KeyValueHeads | DimName::QueriesPerKeyValue);
         let axes: Vec<SplitAxis> = match both {
-            true => TENSOR_AXES.into_iter().filter(|axis| self.layout.degree(*axis) > 1).collect(),
+            true => self.placement.tensor_axes(),
             false => vec![axis],
         };
         let place = if matches!(conversion, Conversion::Slice(_)) { Place::Sharded(dim) } else { Place::Replicated };
@@ -312,9 +234,10 @@ impl Pass<'_> {
     fn accumulate(&mut self, index: usize) -> Parameter {
         let parameter = &self.draft.parameters[index];
         let (name, tensor, tied) = (parameter.name.to_owned(), parameter.tensor.clone(), parameter.tied);
-        let stored = self.stored(&tensor);
+        let stored = self.placement.stored(tensor.dim_names());
         let gradient = self.typed[&parameter.gradient.expect("every parameter has a gradient")];
-        let early = self.layout.strategy.zero_stage >= ZeroStage::Gradients && self.layout.degree(SplitAxis::Data) > 1;
+        let early =
+            self.placement.strategy.zero_stage >= ZeroStage::Gradients && self.placement.degree(SplitAxis::Data) > 1;
         let accumulated = match early {
             true => {
                 let to = self.distribution(gradient).with(SplitAxis::Data, Place::Flat);
@@ -323,7 +246,7 @@ impl Pass<'_> {
             false => gradient,
         };
         self.instructions.push(Instruction::Accumulate(index as u32, accumulated));
-        let rows = self.layout.split.padded_rows;
+        let rows = self.placement.split.padded_rows;
         let extent = |dim: &Dim| match (dim.name, dim.extent) {
             (DimName::Vocabulary, _) => (dim.name, rows),
             (name, Extent::Fixed(size)) => (name, size),

@@ -1,6 +1,7 @@
 //! Programs as text: schedules, bodies with types and message sizes, updates.
 
 use ir::distribution::{Distribution, Place, SplitAxis};
+use ir::footprint::local_elements;
 use ir::graph::{Dim, Extent};
 use ir::model::DType;
 use ir::plan::{Plan, Stage};
@@ -157,28 +158,11 @@ fn message_bytes(plan: &Plan, conversion: Conversion, ends: [&Value; 2]) -> Byte
         | Conversion::ReduceScatterFlat => from,
         Conversion::Slice(_) => return Bytes(0),
     };
-    let elements: u64 = whole.shape.iter().map(|dim| local_extent(plan, dim, whole.distribution)).product();
+    let split = tensor_split(&plan.model, plan.strategy.tensor_parallel, plan.strategy.sequence_parallel);
+    let elements = split.map_or(0, |split| local_elements(plan, split, &whole.shape, whole.distribution));
     let reduced_gradient = conversion == Conversion::ReduceScatterFlat;
     let size = if reduced_gradient { DType::FP32.bytes() } else { whole.element.bytes(plan.model.dtype) };
     Bytes(elements * size)
-}
-
-/// A dim's extent on one rank.
-fn local_extent(plan: &Plan, dim: &Dim, distribution: Distribution) -> u64 {
-    let strategy = &plan.strategy;
-    let whole = match dim.extent {
-        Extent::MicroBatch => strategy.micro_batch * strategy.data_parallel,
-        Extent::Sequence => plan.workload.sequence_length,
-        Extent::Fixed(size) => size,
-    };
-    let ways = tensor_split(&plan.model, strategy.tensor_parallel, false).map_or(1, |split| split.key_value_ways);
-    let degree = |axis| match axis {
-        SplitAxis::Data => strategy.data_parallel,
-        SplitAxis::Tensor => ways,
-        SplitAxis::Query => strategy.tensor_parallel / ways,
-    };
-    let split = SplitAxis::ALL.into_iter().filter(|axis| distribution.on(*axis) == Place::Sharded(dim.name));
-    whole / split.map(degree).product::<u64>()
 }
 
 fn update_line(program: &Program, instruction: &UpdateInstruction) -> String {
