@@ -178,7 +178,7 @@ fn mistakes_in_a_model_file() {
             "2^40 layers",
             "num_layers: 70",
             "num_layers: 1099511627776",
-            &["num_layers is 1099511627776", "field num_layers", "from 1 to 65536"],
+            &["num_layers is 1099511627776", "field num_layers", "from 1 to 4096"],
         ),
         (
             "2^64 layers",

@@ -83,6 +83,28 @@ fn neighbours_differ_by_what_a_person_can_explain() {
 }
 
 #[test]
+fn eight_gpus_more_or_less_move_the_optimum_as_work_is_shared() {
+    // A batch of 4032 = 56 · 72 sequences is whole on 7, 8 and 9 nodes alike: the step falls as 1 / GPUs.
+    let mut model: ModelSpec = example("llama-3.1-8b");
+    model.global_batch = Some(BatchSize::Sequences(4032));
+    let optimum = |gpus| {
+        let request = request(model.clone(), machine("dgx-h100", "planwright", 8), gpus, FixedChoices::default());
+        let outcome = planner::search::search(&request, &build_graph(&request.model));
+        outcome.best.first().expect("a layout fits").prediction.step.0
+    };
+    let base = optimum(64);
+    for (gpus, expected) in [(56, 64.0 / 56.0), (72, 64.0 / 72.0)] {
+        let ratio = optimum(gpus) / base;
+        println!(
+            "{gpus} GPUs: {:+.1} %, work shared would give {:+.1} %",
+            (ratio - 1.0) * 100.0,
+            (expected - 1.0) * 100.0
+        );
+        assert!((ratio / expected - 1.0).abs() < 0.02, "{gpus}: {ratio}");
+    }
+}
+
+#[test]
 fn time_rises_with_hidden_size() {
     let times: Vec<f64> = (0..20).map(|step| per_sequence(Case { hidden: 13312 + 128 * step, ..BASE })).collect();
     for pair in times.windows(2) {

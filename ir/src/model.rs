@@ -10,7 +10,9 @@ use crate::units::{BatchSize, SequenceLength};
 const DEFAULT_SEQUENCE_LIMIT: u64 = 8192;
 /// Tokens in a global batch where neither the model file nor the command line names a batch.
 const DEFAULT_BATCH_TOKENS: u64 = 4 << 20;
-/// Largest accepted number of layers and of experts; above it a file is taken to be wrong.
+/// Largest accepted number of layers; the deepest published models have a few hundred.
+const LAYER_LIMIT: u64 = 1 << 12;
+/// Largest accepted number of experts; above it a file is taken to be wrong.
 const COUNT_LIMIT: u64 = 1 << 16;
 /// Largest accepted width, vocabulary, sequence length and batch.
 pub const SIZE_LIMIT: u64 = 1 << 28;
@@ -402,7 +404,7 @@ fn check_sizes(model: &ModelSpec, problems: &mut Problems) {
             "use letters, digits, '-', '_' and '.' only",
         );
     }
-    problems.check_range(model.num_layers, COUNT_LIMIT, "num_layers");
+    problems.check_range(model.num_layers, LAYER_LIMIT, "num_layers");
     problems.check_range(model.hidden_size, SIZE_LIMIT, "hidden_size");
     problems.check_range(model.vocabulary.size, SIZE_LIMIT, "vocabulary.size");
     problems.check_range(model.vocabulary.rows(), SIZE_LIMIT, "vocabulary.padded");
