@@ -123,7 +123,7 @@ fn data_elements(program: &Program) -> BTreeMap<&'static str, u64> {
                 Pass::Receive(..) | Pass::Send(..) => continue,
             };
             for instruction in instructions {
-                if let Instruction::Convert(conversion, axes, from, _) = instruction
+                if let Instruction::Start(conversion, axes, from, _) = instruction
                     && axes == &[SplitAxis::Data]
                 {
                     add(conversion, elements(&program.bodies[body as usize].values[from.0 as usize]));
@@ -152,28 +152,24 @@ fn the_data_axis_moves_what_zero_says() {
     let model = model();
     let parameters = ir::graph::count_parameters(&model);
     let m = MICRO_BATCHES;
+    // Backward reads weights of products and norms again; it needs no bias and no table that was looked up.
+    let again: u64 = build_graph(&model)
+        .blocks
+        .iter()
+        .flat_map(|block| block.parameters().map(|parameter| (block.count, parameter)))
+        .filter(|(_, parameter)| !parameter.name.ends_with("bias") && !parameter.name.starts_with("embedding"))
+        .map(|(count, parameter)| count * ir::graph::parameter_elements(&parameter.output))
+        .sum();
     let table = [
-        (ZeroStage::None, vec![("all_reduce", 1)]),
-        (ZeroStage::OptimizerState, vec![("all_gather", 1), ("reduce_scatter", 1)]),
-        (ZeroStage::Gradients, vec![("all_gather", 1), ("reduce_scatter", m)]),
-        (ZeroStage::Parameters, vec![("all_gather", 2 * m), ("reduce_scatter", m)]),
+        (ZeroStage::None, vec![("all_reduce", parameters)]),
+        (ZeroStage::OptimizerState, vec![("all_gather", parameters), ("reduce_scatter", parameters)]),
+        (ZeroStage::Gradients, vec![("all_gather", parameters), ("reduce_scatter", m * parameters)]),
+        (ZeroStage::Parameters, vec![("all_gather", m * (parameters + again)), ("reduce_scatter", m * parameters)]),
     ];
     for (zero_stage, expected) in table {
-        let program = compile(
-            &model,
-            &build_graph(&model),
-            &strategy(1, 2, zero_stage, Recompute::None, false),
-            AttentionKernel::Primitive,
-        );
-        let expected: BTreeMap<&str, u64> =
-            expected.into_iter().map(|(name, times)| (name, times * parameters)).collect();
-        let found = data_elements(&program);
-        // Biases and position tables are not read again in backward and are not gathered for it.
-        let close = |name: &&str| -> bool {
-            let (found, expected) = (found[*name] as f64, expected[*name] as f64);
-            (found / expected - 1.0).abs() < if zero_stage == ZeroStage::Parameters { 0.06 } else { 1e-12 }
-        };
-        assert_eq!(found.keys().collect::<Vec<_>>(), expected.keys().collect::<Vec<_>>(), "{zero_stage:?}");
-        assert!(expected.keys().all(close), "{zero_stage:?}: {found:?} instead of {expected:?}");
+        let layout = strategy(1, 2, zero_stage, Recompute::None, false);
+        let program = compile(&model, &build_graph(&model), &layout, AttentionKernel::Primitive);
+        assert_eq!(data_elements(&program), expected.into_iter().collect(), "{zero_stage:?}");
     }
+    assert!(again as f64 > 0.85 * parameters as f64, "ZeRO-3 moves 3 m P but for biases and tables");
 }

@@ -226,6 +226,20 @@ fn changed_instructions(instruction: &Instruction, values: u32) -> Vec<Instructi
             }
             changed.extend(others(*from).map(|from| Instruction::Convert(*conversion, axes.clone(), from, *to)));
         }
+        Instruction::Start(conversion, axes, from, to) => {
+            for other in other_conversions(conversion) {
+                changed.push(Instruction::Start(other, axes.clone(), *from, *to));
+            }
+            for other in other_axes(axes) {
+                changed.push(Instruction::Start(*conversion, other, *from, *to));
+            }
+            changed.extend(others(*from).map(|from| Instruction::Start(*conversion, axes.clone(), from, *to)));
+            changed.extend(others(*to).map(|to| Instruction::Start(*conversion, axes.clone(), *from, to)));
+        }
+        Instruction::Wait(from, to) => {
+            changed.extend(others(*from).map(|from| Instruction::Wait(from, *to)));
+            changed.extend(others(*to).map(|to| Instruction::Wait(*from, to)));
+        }
         Instruction::Accumulate(parameter, value) => {
             changed.push(Instruction::Accumulate(parameter + 1, *value));
             changed.extend(others(*value).map(|value| Instruction::Accumulate(*parameter, value)));

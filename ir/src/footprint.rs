@@ -92,8 +92,11 @@ fn live_through(
         match instruction {
             Instruction::Free(value) => now = now - alive.remove(value).unwrap_or_default(),
             // A loaded parameter is the stored one, and a renamed value shares its operand's memory.
-            Instruction::Load(..) | Instruction::Accumulate(..) => {}
-            Instruction::Input(_, value) | Instruction::Compute(_, _, value) | Instruction::Convert(_, _, _, value) => {
+            Instruction::Load(..) | Instruction::Accumulate(..) | Instruction::Wait(..) => {}
+            Instruction::Input(_, value)
+            | Instruction::Compute(_, _, value)
+            | Instruction::Convert(_, _, _, value)
+            | Instruction::Start(_, _, _, value) => {
                 let size = bytes(value);
                 alive.insert(*value, size);
                 now += size;

@@ -93,6 +93,10 @@ pub enum Instruction {
     Compute(Op, Vec<ValueId>, ValueId),
     /// A conversion between distributions over the ranks that differ along the axes.
     Convert(Conversion, Vec<SplitAxis>, ValueId, ValueId),
+    /// Starts a conversion whose result exists from the matching `Wait` on; its operand must live until then.
+    Start(Conversion, Vec<SplitAxis>, ValueId, ValueId),
+    /// Ends a started conversion of the first value into the second.
+    Wait(ValueId, ValueId),
     /// Adds a value to a parameter's accumulated gradient.
     Accumulate(u32, ValueId),
     /// Ends a value's life.
@@ -369,6 +373,31 @@ impl UpdateInstruction {
             | UpdateInstruction::AdamW(range)
             | UpdateInstruction::GatherOverData(range) => Some(*range),
             UpdateInstruction::FinishNorm => None,
+        }
+    }
+}
+
+impl Instruction {
+    /// Values that the instruction reads; a free counts as the last reading.
+    pub fn reads(&self) -> Vec<ValueId> {
+        match self {
+            Instruction::Compute(_, operands, _) => operands.clone(),
+            Instruction::Convert(_, _, from, _) | Instruction::Start(_, _, from, _) | Instruction::Wait(from, _) => {
+                vec![*from]
+            }
+            Instruction::Accumulate(_, value) | Instruction::Free(value) => vec![*value],
+            Instruction::Input(..) | Instruction::Load(..) => Vec::new(),
+        }
+    }
+
+    /// The value that exists from the instruction on.
+    pub fn writes(&self) -> Option<ValueId> {
+        match self {
+            Instruction::Input(_, value) | Instruction::Load(_, value) | Instruction::Compute(_, _, value) => {
+                Some(*value)
+            }
+            Instruction::Convert(_, _, _, to) | Instruction::Wait(_, to) => Some(*to),
+            Instruction::Start(..) | Instruction::Accumulate(..) | Instruction::Free(_) => None,
         }
     }
 }

@@ -5,12 +5,14 @@
 //! | graph | `ir::graph::build_graph` | forward operators of each block |
 //! | differentiate | `differentiate` | backward operators, recomputation as repeated forward operators |
 //! | insert collectives | `insert_collectives` | typed bodies, conversions where the typing rules ask for them |
+//! | overlap | `overlap` | data-axis collectives started early and waited for late |
 //! | free | `insert_frees` | ends of lives |
 //! | schedule | `schedule_stages` | passes of each stage by micro-batch |
 //! | update | `update_parameters` | reductions, norm, optimizer |
 
 mod collectives;
 mod frees;
+mod overlap;
 mod schedule;
 mod update;
 
@@ -24,6 +26,7 @@ use ir::strategy::Strategy;
 
 use collectives::insert_collectives;
 use frees::insert_frees;
+use overlap::overlap;
 
 use schedule::schedule_stages;
 use update::update_parameters;
@@ -52,7 +55,7 @@ pub fn compile(model: &ModelSpec, graph: &ModelGraph, strategy: &Strategy, atten
             BlockRole::Layers(_) => strategy.recompute,
             BlockRole::Embedding | BlockRole::Head => ir::strategy::Recompute::None,
         };
-        insert_frees(insert_collectives(differentiate(block, model, recompute, attention), placement))
+        insert_frees(overlap(insert_collectives(differentiate(block, model, recompute, attention), placement)))
     };
     let bodies: Vec<_> = graph.blocks.iter().map(compile_block).collect();
     let stages = schedule_stages(model, graph, strategy);

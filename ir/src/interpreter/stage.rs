@@ -9,7 +9,7 @@ use super::{Coordinate, Degrees, Sizes, StepInput, parameter_key};
 use crate::distribution::{Distribution, Place, SplitAxis};
 use crate::graph::DimName;
 use crate::program::{
-    Body, Direction, InputKind, Instruction, Op, ParameterRef, Program, StageProgram, Value, ValueId,
+    Body, Conversion, Direction, InputKind, Instruction, Op, ParameterRef, Program, StageProgram, Value, ValueId,
 };
 use crate::schedule::{Pass, unroll};
 
@@ -42,6 +42,8 @@ pub struct Stage<'a> {
 #[derive(Debug)]
 struct Frame {
     values: Vec<Option<PerRank>>,
+    /// Results of conversions that have started.
+    started: BTreeMap<ValueId, PerRank>,
 }
 
 /// Messages between stages: sender, what, micro-batch.
@@ -192,7 +194,7 @@ impl<'a> Stage<'a> {
 
     fn forward(&mut self, body: u32, layer: u64, batch: u64, input: &StepInput) -> Result<(), String> {
         let code = &self.program.bodies[body as usize];
-        let mut frame = Frame { values: vec![None; code.values.len()] };
+        let mut frame = Frame { values: vec![None; code.values.len()], started: BTreeMap::new() };
         if let Some(value) = code.input {
             let stream = self.streams.remove(&(Direction::Activation, batch));
             frame.values[value.0 as usize] = Some(stream.ok_or_else(|| missing(&code.name, "activation", batch))?);
@@ -271,11 +273,18 @@ impl<'a> Stage<'a> {
                     frame.values[value.0 as usize] = Some(result);
                 }
                 Instruction::Convert(conversion, axes, from, to) => {
-                    let target = &code.values[to.0 as usize];
-                    let arrays = read(code, frame, *from)?;
-                    let shape = self.value_shape(target);
-                    let result = convert(*conversion, axes, arrays, &shape, target.distribution, self.degrees());
+                    let result = self.convert(code, frame, *conversion, axes, [*from, *to])?;
                     frame.values[to.0 as usize] = Some(result);
+                }
+                Instruction::Start(conversion, axes, from, to) => {
+                    let result = self.convert(code, frame, *conversion, axes, [*from, *to])?;
+                    frame.started.insert(*to, result);
+                }
+                Instruction::Wait(from, to) => {
+                    read(code, frame, *from)?;
+                    let result = frame.started.remove(to);
+                    let unstarted = || format!("{}: the conversion into value {} has not started", code.name, to.0);
+                    frame.values[to.0 as usize] = Some(result.ok_or_else(unstarted)?);
                 }
                 Instruction::Accumulate(parameter, value) => {
                     let resolved = self.resolve(reference(*parameter));
@@ -290,6 +299,20 @@ impl<'a> Stage<'a> {
             }
         }
         Ok(())
+    }
+
+    fn convert(
+        &self,
+        code: &Body,
+        frame: &Frame,
+        conversion: Conversion,
+        axes: &[SplitAxis],
+        ends: [ValueId; 2],
+    ) -> Result<PerRank, String> {
+        let [from, to] = ends;
+        let target = &code.values[to.0 as usize];
+        let shape = self.value_shape(target);
+        Ok(convert(conversion, axes, read(code, frame, from)?, &shape, target.distribution, self.degrees()))
     }
 
     fn input_arrays(&self, kind: InputKind, value: &Value, batch: u64, input: &StepInput) -> PerRank {
@@ -447,12 +470,8 @@ fn read<'f>(code: &Body, frame: &'f Frame, value: ValueId) -> Result<&'f PerRank
 }
 
 fn reads_value(instructions: &[Instruction], value: ValueId) -> bool {
-    instructions.iter().any(|instruction| match instruction {
-        Instruction::Compute(_, operands, _) => operands.contains(&value),
-        Instruction::Convert(_, _, from, _) => *from == value,
-        Instruction::Accumulate(_, read) => *read == value,
-        Instruction::Input(..) | Instruction::Load(..) | Instruction::Free(_) => false,
-    })
+    let read = |instruction: &&Instruction| !matches!(instruction, Instruction::Free(_));
+    instructions.iter().filter(read).any(|instruction| instruction.reads().contains(&value))
 }
 
 fn missing(body: &str, what: &str, batch: u64) -> String {

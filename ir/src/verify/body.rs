@@ -32,32 +32,16 @@ fn ids_exist(body: &Body, place: &str, check: &mut Check) -> bool {
             Instruction::Load(parameter, _) | Instruction::Accumulate(parameter, _) => *parameter as usize,
             _ => 0,
         };
+        if let Instruction::Start(_, _, _, to) = instruction {
+            sound &= in_range(to);
+        }
         let known = parameter < body.parameters.len().max(1);
-        sound &= known && reads(instruction).iter().chain(&writes(instruction)).all(in_range);
+        sound &= known && instruction.reads().iter().chain(&instruction.writes()).all(in_range);
     }
     if !sound {
         check.report("an instruction names a value or parameter that does not exist", place, EDITED);
     }
     sound
-}
-
-/// Values that an instruction reads.
-pub fn reads(instruction: &Instruction) -> Vec<ValueId> {
-    match instruction {
-        Instruction::Compute(_, operands, _) => operands.clone(),
-        Instruction::Convert(_, _, from, _) => vec![*from],
-        Instruction::Accumulate(_, value) | Instruction::Free(value) => vec![*value],
-        Instruction::Input(..) | Instruction::Load(..) => Vec::new(),
-    }
-}
-
-/// The value that an instruction writes.
-pub fn writes(instruction: &Instruction) -> Option<ValueId> {
-    match instruction {
-        Instruction::Input(_, value) | Instruction::Load(_, value) | Instruction::Compute(_, _, value) => Some(*value),
-        Instruction::Convert(_, _, _, to) => Some(*to),
-        Instruction::Accumulate(..) | Instruction::Free(_) => None,
-    }
 }
 
 fn check_parameters(body: &Body, draft: &Draft, placement: Placement, place: &str, check: &mut Check) {
@@ -123,10 +107,12 @@ fn check_lives(body: &Body, place: &str, check: &mut Check) {
 }
 
 fn live_through(body: &Body, instructions: &[Instruction], lives: &mut [Life], place: &str, check: &mut Check) {
+    // Conversions that have started: the result and the operand.
+    let mut started: Vec<(ValueId, ValueId)> = Vec::new();
     for (line, instruction) in instructions.iter().enumerate() {
         let place = format!("{place}, instruction {line}");
         let name = |value: ValueId| body.values[value.0 as usize].name.clone();
-        for value in reads(instruction) {
+        for value in instruction.reads() {
             if lives[value.0 as usize] != Life::Alive {
                 check.report(format!("value {} ({}) is used but not alive", value.0, name(value)), &place, EDITED);
             }
@@ -134,12 +120,31 @@ fn live_through(body: &Body, instructions: &[Instruction], lives: &mut [Life], p
         if let Instruction::Free(value) = instruction {
             lives[value.0 as usize] = Life::Ended;
         }
-        if let Some(value) = writes(instruction) {
+        match instruction {
+            Instruction::Start(_, _, from, to) => {
+                if started.iter().any(|(other, _)| other == to) {
+                    check.report(format!("the conversion into value {} starts twice", to.0), &place, EDITED);
+                }
+                started.push((*to, *from));
+            }
+            Instruction::Wait(from, to) => match started.iter().position(|pair| *pair == (*to, *from)) {
+                Some(index) => drop(started.remove(index)),
+                None => check.report(format!("the conversion into value {} has not started", to.0), &place, EDITED),
+            },
+            Instruction::Free(value) if started.iter().any(|(_, from)| from == value) => {
+                check.report(format!("value {} is freed while it is converted", value.0), &place, EDITED);
+            }
+            _ => {}
+        }
+        if let Some(value) = instruction.writes() {
             if lives[value.0 as usize] != Life::Unborn {
                 check.report(format!("value {} ({}) is written twice", value.0, name(value)), &place, EDITED);
             }
             lives[value.0 as usize] = Life::Alive;
         }
+    }
+    for (to, _) in started {
+        check.report(format!("nobody waits for value {} ({})", to.0, body.values[to.0 as usize].name), place, EDITED);
     }
 }
 
@@ -168,7 +173,7 @@ fn check_types(body: &Body, placement: Placement, place: &str, check: &mut Check
                 check.expect(value(*id).element, Element::Model, &line, "number format of a parameter");
             }
             Instruction::Compute(op, operands, id) => check_operator(body, op, operands, *id, placement, &line, check),
-            Instruction::Convert(conversion, axes, from, to) => {
+            Instruction::Convert(conversion, axes, from, to) | Instruction::Start(conversion, axes, from, to) => {
                 check_conversion(*conversion, axes, [value(*from), value(*to)], placement, &line, check);
             }
             Instruction::Accumulate(parameter, id) => {
@@ -176,7 +181,7 @@ fn check_types(body: &Body, placement: Placement, place: &str, check: &mut Check
                 check.expect(value(*id).distribution, parameter.gradient, &line, "type of the accumulated gradient");
                 check_gradient(parameter.gradient, parameter.stored, placement, &line, check);
             }
-            Instruction::Free(_) => {}
+            Instruction::Wait(..) | Instruction::Free(_) => {}
         }
     }
     let ends = [body.input, body.output_gradient.map(|_| body.output), body.output_gradient, body.input_gradient];
@@ -290,11 +295,15 @@ fn check_computation(body: &Body, draft: &Draft, placement: Placement, place: &s
             Instruction::Load(parameter, value) => {
                 origins.insert(*value, Origin::Parameter(*parameter));
             }
-            Instruction::Convert(_, _, from, to) => {
+            Instruction::Convert(_, _, from, to) | Instruction::Start(_, _, from, to) => {
                 let origin = origins.get(from).copied().unwrap_or(Origin::Value(*from));
                 origins.insert(*to, origin);
             }
-            Instruction::Input(..) | Instruction::Compute(..) | Instruction::Accumulate(..) | Instruction::Free(_) => {}
+            Instruction::Input(..)
+            | Instruction::Compute(..)
+            | Instruction::Wait(..)
+            | Instruction::Accumulate(..)
+            | Instruction::Free(_) => {}
         }
     }
     let origin = |value: ValueId| origins.get(&value).copied().unwrap_or(Origin::Value(value));

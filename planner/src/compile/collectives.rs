@@ -99,10 +99,7 @@ impl Pass<'_> {
     /// Types an operator, converting its operands as long as the rules ask for it.
     fn append_operator(&mut self, op: Op, draft_operands: &[ValueId], result: ValueId, like: Option<ValueId>) {
         let mut operands: Vec<ValueId> = draft_operands.iter().map(|draft| self.current(*draft)).collect();
-        let declared = like.map_or(Distribution::REPLICATED, |like| {
-            let value = self.current(like);
-            self.distribution(value)
-        });
+        let declared = like.map_or(Distribution::REPLICATED, |like| self.place_of(like));
         let DraftAlias { name, tensor } = self.alias(result);
         let result_dims: Vec<DimName> = tensor.shape.iter().map(|dim| dim.name).collect();
         let distribution = loop {
@@ -122,6 +119,17 @@ impl Pass<'_> {
         let value = self.value(name, &tensor, distribution);
         self.typed.insert(result, value);
         self.instructions.push(Instruction::Compute(op, operands, value));
+    }
+
+    /// How a value lies; a parameter as it is gathered, without loading it.
+    fn place_of(&self, draft: ValueId) -> Distribution {
+        match self.typed.get(&draft) {
+            Some(value) => self.distribution(*value),
+            None => {
+                let dims = self.draft.values[draft.0 as usize].tensor.dim_names();
+                self.placement.stored(dims).with(SplitAxis::Data, Place::Replicated)
+            }
+        }
     }
 
     fn infer(

@@ -10,8 +10,10 @@ use ir::program::{Body, Instruction, ValueId};
 /// Inserts frees into both passes.
 pub fn insert_frees(mut body: Body) -> Body {
     let leaving: BTreeSet<ValueId> = [Some(body.output), body.input_gradient].into_iter().flatten().collect();
-    let needed: BTreeSet<ValueId> = body.backward.iter().flat_map(reads).chain(leaving.iter().copied()).collect();
-    let forward_values: BTreeSet<ValueId> = body.forward.iter().filter_map(writes).chain(body.input).collect();
+    let needed: BTreeSet<ValueId> =
+        body.backward.iter().flat_map(Instruction::reads).chain(leaving.iter().copied()).collect();
+    let forward_values: BTreeSet<ValueId> =
+        body.forward.iter().filter_map(Instruction::writes).chain(body.input).collect();
     body.forward = with_frees(body.forward, &needed, body.input);
     // Backward owns what forward kept, what it computes itself, and the gradient it was given.
     let kept = forward_values.into_iter().filter(|value| needed.contains(value));
@@ -27,11 +29,11 @@ fn with_frees(
     given: impl IntoIterator<Item = ValueId>,
 ) -> Vec<Instruction> {
     let mut alive: BTreeSet<ValueId> = given.into_iter().filter(|value| !spared.contains(value)).collect();
-    alive.extend(instructions.iter().filter_map(writes).filter(|value| !spared.contains(value)));
+    alive.extend(instructions.iter().filter_map(Instruction::writes).filter(|value| !spared.contains(value)));
     let mut reversed = Vec::with_capacity(instructions.len());
     for instruction in instructions.into_iter().rev() {
         // A value that nobody reads ends where it is written.
-        let mut ending: Vec<ValueId> = reads(&instruction).chain(writes(&instruction)).collect();
+        let mut ending: Vec<ValueId> = instruction.reads().into_iter().chain(instruction.writes()).collect();
         ending.sort_unstable();
         ending.dedup();
         reversed.extend(ending.into_iter().filter(|value| alive.remove(value)).map(Instruction::Free));
@@ -41,22 +43,4 @@ fn with_frees(
     reversed.extend(alive.into_iter().map(Instruction::Free));
     reversed.reverse();
     reversed
-}
-
-fn reads(instruction: &Instruction) -> impl Iterator<Item = ValueId> {
-    let values = match instruction {
-        Instruction::Compute(_, operands, _) => operands.clone(),
-        Instruction::Convert(_, _, from, _) => vec![*from],
-        Instruction::Accumulate(_, value) => vec![*value],
-        Instruction::Input(..) | Instruction::Load(..) | Instruction::Free(_) => Vec::new(),
-    };
-    values.into_iter()
-}
-
-fn writes(instruction: &Instruction) -> Option<ValueId> {
-    match instruction {
-        Instruction::Input(_, value) | Instruction::Load(_, value) | Instruction::Compute(_, _, value) => Some(*value),
-        Instruction::Convert(_, _, _, to) => Some(*to),
-        Instruction::Accumulate(..) | Instruction::Free(_) => None,
-    }
 }

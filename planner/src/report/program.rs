@@ -123,6 +123,12 @@ fn instruction_line(plan: &Plan, body: &Body, instruction: &Instruction) -> Stri
             let names: Vec<String> = axes.iter().map(|axis| format!("{axis:?}").to_lowercase()).collect();
             format!("{} = {conversion:?} over {} of %{}, {message}", result(to), names.join(" x "), from.0)
         }
+        Instruction::Start(conversion, axes, from, to) => {
+            let message = message_bytes(plan, *conversion, [value(from), value(to)]);
+            let names: Vec<String> = axes.iter().map(|axis| format!("{axis:?}").to_lowercase()).collect();
+            format!("start %{} = {conversion:?} over {} of %{}, {message}", to.0, names.join(" x "), from.0)
+        }
+        Instruction::Wait(_, to) => format!("wait for {}", result(to)),
         Instruction::Accumulate(number, id) => format!("gradient of {} += %{}", parameter(number), id.0),
         Instruction::Free(id) => format!("free %{}", id.0),
     }
