@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::{Check, EDITED};
 use crate::derivative::{Draft, Step};
 use crate::distribution::{Distribution, Operand, Place, SplitAxis, infer};
-use crate::graph::{Dim, DimName, Element, Extent, Tensor};
+use crate::graph::{Dim, DimName, Element, Extent};
 use crate::placement::Placement;
 use crate::program::{Body, Conversion, Instruction, Op, Value, ValueId};
 use crate::strategy::ZeroStage;
@@ -306,98 +306,103 @@ fn check_computation(body: &Body, draft: &Draft, placement: Placement, place: &s
             | Instruction::Free(_) => {}
         }
     }
-    let origin = |value: ValueId| origins.get(&value).copied().unwrap_or(Origin::Value(value));
     let mut names: BTreeMap<ValueId, Origin> = BTreeMap::new();
     for (index, parameter) in draft.parameters.iter().enumerate() {
         names.insert(parameter.value, Origin::Parameter(index as u32));
     }
-    let ends = [(draft.input, body.input), (draft.output_gradient, body.output_gradient)];
-    for (ends, found) in ends {
-        check.expect(found.is_some(), ends.is_some(), place, "ends of the body");
-        if let (Some(drafted), Some(found)) = (ends, found) {
-            let tensor = &draft.values[drafted.0 as usize].tensor;
-            check_shape(&body.values[found.0 as usize], tensor, placement.split.padded_rows, place, check);
-            names.insert(drafted, Origin::Value(found));
+    let mut computation = Computation { body, draft, rows: placement.split.padded_rows, origins, names };
+    computation.match_end(draft.input, body.input, place, check);
+    computation.match_end(draft.output_gradient, body.output_gradient, place, check);
+    computation.match_steps(&body.forward, &draft.forward, &format!("{place}, forward"), check);
+    computation.match_steps(&body.backward, &draft.backward, &format!("{place}, backward"), check);
+    computation.check_results(place, check);
+}
+
+/// A body and its draft side by side.
+struct Computation<'a> {
+    body: &'a Body,
+    draft: &'a Draft,
+    /// Vocabulary rows with those that padding adds.
+    rows: u64,
+    /// Where converted and loaded values come from.
+    origins: BTreeMap<ValueId, Origin>,
+    /// What stands in the body for each value of the draft.
+    names: BTreeMap<ValueId, Origin>,
+}
+
+impl Computation<'_> {
+    fn origin(&self, value: ValueId) -> Origin {
+        self.origins.get(&value).copied().unwrap_or(Origin::Value(value))
+    }
+
+    fn name(&self, drafted: Option<ValueId>) -> Option<Origin> {
+        drafted.and_then(|drafted| self.names.get(&drafted).copied())
+    }
+
+    /// An activation or gradient that arrives from outside.
+    fn match_end(&mut self, drafted: Option<ValueId>, found: Option<ValueId>, place: &str, check: &mut Check) {
+        check.expect(found.is_some(), drafted.is_some(), place, "ends of the body");
+        if let (Some(drafted), Some(found)) = (drafted, found) {
+            self.match_value(drafted, found, place, check);
         }
     }
-    let passes = [("forward", &body.forward, &draft.forward), ("backward", &body.backward, &draft.backward)];
-    for (pass, instructions, steps) in passes {
-        check_steps(
-            body,
-            draft,
-            instructions,
-            steps,
-            placement.split.padded_rows,
-            &origin,
-            &mut names,
-            &format!("{place}, {pass}"),
-            check,
-        );
-    }
-    let named = |draft: Option<ValueId>| draft.and_then(|draft| names.get(&draft).copied());
-    check.expect(Some(origin(body.output)), named(Some(draft.output)), place, "output of the body");
-    let input_gradient = body.input_gradient.map(origin);
-    check.expect(input_gradient, named(draft.input_gradient), place, "gradient of the input");
-    let accumulated = |instruction: &Instruction| match instruction {
-        Instruction::Accumulate(parameter, value) => Some((*parameter, Some(origin(*value)))),
-        _ => None,
-    };
-    let mut found: Vec<_> = body.backward.iter().filter_map(accumulated).collect();
-    found.sort_by_key(|(parameter, _)| *parameter);
-    let gradients = draft.parameters.iter().map(|parameter| named(parameter.gradient));
-    let expected: Vec<_> = gradients.enumerate().map(|(index, origin)| (index as u32, origin)).collect();
-    check.expect(found, expected, place, "accumulated gradients");
-    if body.forward.iter().any(|instruction| matches!(instruction, Instruction::Accumulate(..))) {
-        check.report("forward accumulates a gradient", place, EDITED);
-    }
-}
 
-/// A value has the draft's dims, the vocabulary with the rows that padding adds.
-fn check_shape(found: &Value, drafted: &Tensor, rows: u64, place: &str, check: &mut Check) {
-    let padded = |dim: &Dim| match dim.name {
-        DimName::Vocabulary => Dim { extent: Extent::Fixed(rows), ..*dim },
-        _ => *dim,
-    };
-    let expected: Vec<Dim> = drafted.shape.iter().map(padded).collect();
-    check.expect(&found.shape, &expected, place, "shape of a value");
-    check.expect(found.element, drafted.element, place, "number format of a value");
-}
-
-#[allow(clippy::too_many_arguments, reason = "one step of check_computation, split off for its length")]
-fn check_steps(
-    body: &Body,
-    draft: &Draft,
-    instructions: &[Instruction],
-    steps: &[Step],
-    rows: u64,
-    origin: &dyn Fn(ValueId) -> Origin,
-    names: &mut BTreeMap<ValueId, Origin>,
-    place: &str,
-    check: &mut Check,
-) {
-    let is_step = |instruction: &&Instruction| matches!(instruction, Instruction::Compute(..) | Instruction::Input(..));
-    let found: Vec<&Instruction> = instructions.iter().filter(is_step).collect();
-    check.expect(found.len(), steps.len(), place, "operators of the block and its derivative");
-    for (found, expected) in found.into_iter().zip(steps) {
-        let (result, drafted) = match (found, expected) {
-            (Instruction::Input(kind, value), Step::Input(expected, drafted)) => {
-                check.expect(kind, expected, place, "index data");
-                (*value, *drafted)
-            }
-            (Instruction::Compute(op, operands, value), Step::Compute(expected, drafted, result, _)) => {
-                let name = &draft.values[result.0 as usize].name;
-                check.expect(op, expected, place, &format!("operator of {name}"));
-                let operands: Vec<Option<Origin>> = operands.iter().map(|operand| Some(origin(*operand))).collect();
-                let drafted: Vec<Option<Origin>> = drafted.iter().map(|operand| names.get(operand).copied()).collect();
-                check.expect(operands, drafted, place, &format!("operands of {name}"));
-                (*value, *result)
-            }
-            _ => {
-                check.report("an operator stands where index data should, or the other way round", place, EDITED);
-                return;
-            }
+    /// A value has the draft's dims, the vocabulary with the rows that padding adds.
+    fn match_value(&mut self, drafted: ValueId, found: ValueId, place: &str, check: &mut Check) {
+        let (expected, value) = (&self.draft.values[drafted.0 as usize].tensor, &self.body.values[found.0 as usize]);
+        let padded = |dim: &Dim| match dim.name {
+            DimName::Vocabulary => Dim { extent: Extent::Fixed(self.rows), ..*dim },
+            _ => *dim,
         };
-        check_shape(&body.values[result.0 as usize], &draft.values[drafted.0 as usize].tensor, rows, place, check);
-        names.insert(drafted, Origin::Value(result));
+        let shape: Vec<Dim> = expected.shape.iter().map(padded).collect();
+        check.expect(&value.shape, &shape, place, "shape of a value");
+        check.expect(value.element, expected.element, place, "number format of a value");
+        self.names.insert(drafted, Origin::Value(found));
+    }
+
+    fn match_steps(&mut self, instructions: &[Instruction], steps: &[Step], place: &str, check: &mut Check) {
+        let is_step = |found: &&Instruction| matches!(found, Instruction::Compute(..) | Instruction::Input(..));
+        let found: Vec<&Instruction> = instructions.iter().filter(is_step).collect();
+        check.expect(found.len(), steps.len(), place, "operators of the block and its derivative");
+        for (found, expected) in found.into_iter().zip(steps) {
+            match (found, expected) {
+                (Instruction::Input(kind, value), Step::Input(expected, drafted)) => {
+                    check.expect(kind, expected, place, "index data");
+                    self.match_value(*drafted, *value, place, check);
+                }
+                (Instruction::Compute(op, operands, value), Step::Compute(expected, drafted, result, _)) => {
+                    let name = &self.draft.values[result.0 as usize].name;
+                    check.expect(op, expected, place, &format!("operator of {name}"));
+                    let operands: Vec<_> = operands.iter().map(|operand| Some(self.origin(*operand))).collect();
+                    let drafted: Vec<_> = drafted.iter().map(|operand| self.name(Some(*operand))).collect();
+                    check.expect(operands, drafted, place, &format!("operands of {name}"));
+                    self.match_value(*result, *value, place, check);
+                }
+                _ => {
+                    check.report("an operator stands where index data should, or the other way round", place, EDITED);
+                    return;
+                }
+            }
+        }
+    }
+
+    /// What leaves the body, and the gradients that it accumulates.
+    fn check_results(&self, place: &str, check: &mut Check) {
+        let (body, draft) = (self.body, self.draft);
+        check.expect(Some(self.origin(body.output)), self.name(Some(draft.output)), place, "output of the body");
+        let input_gradient = body.input_gradient.map(|gradient| self.origin(gradient));
+        check.expect(input_gradient, self.name(draft.input_gradient), place, "gradient of the input");
+        let accumulated = |instruction: &Instruction| match instruction {
+            Instruction::Accumulate(parameter, value) => Some((*parameter, Some(self.origin(*value)))),
+            _ => None,
+        };
+        let mut found: Vec<_> = body.backward.iter().filter_map(accumulated).collect();
+        found.sort_by_key(|(parameter, _)| *parameter);
+        let gradients = draft.parameters.iter().map(|parameter| self.name(parameter.gradient));
+        let expected: Vec<_> = gradients.enumerate().map(|(index, origin)| (index as u32, origin)).collect();
+        check.expect(found, expected, place, "accumulated gradients");
+        if body.forward.iter().any(|instruction| matches!(instruction, Instruction::Accumulate(..))) {
+            check.report("forward accumulates a gradient", place, EDITED);
+        }
     }
 }

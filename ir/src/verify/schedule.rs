@@ -71,12 +71,22 @@ pub fn chain(plan: &Plan, program: &Program, stage: &Stage) -> Vec<Call> {
     chain
 }
 
-/// How far a stage has come.
-#[derive(Default)]
-struct Progress {
+/// Messages on their way: sender, what, micro-batch.
+type Mail = BTreeSet<(usize, Direction, u64)>;
+
+/// One stage on its way through its schedule.
+struct Walker {
+    index: usize,
+    /// Whether it is the last stage.
+    last: bool,
+    kind: Kind,
+    most_in_flight: u64,
+    chain: Vec<Call>,
+    passes: Vec<Pass>,
     next: usize,
-    /// Blocks passed forward, and still to be passed backward, by each micro-batch.
+    /// Blocks that each micro-batch has passed forward.
     forward: BTreeMap<u64, usize>,
+    /// Blocks that each micro-batch still has to pass backward.
     backward: BTreeMap<u64, usize>,
     /// Activations and gradients at hand.
     streams: BTreeSet<(Direction, u64)>,
@@ -84,167 +94,188 @@ struct Progress {
 }
 
 fn run(plan: &Plan, program: &Program, micro_batches: u64, kind: Kind, check: &mut Check) {
-    let mut passes = Vec::new();
-    let mut chains = Vec::new();
-    for (stage, code) in plan.stages.iter().zip(&program.stages) {
-        let place = format!("program.stages[{}].{}", stage.stage.0, kind.name());
-        let schedule = match kind {
-            Kind::Training => &code.schedule,
-            Kind::Evaluation => &code.evaluation,
-        };
-        let chain = chain(plan, program, stage);
-        let limit = (2 * chain.len() + 4) * micro_batches as usize * 2 + 64;
-        match unroll(schedule, micro_batches, limit) {
-            Ok(unrolled) => passes.push(unrolled),
-            Err(what) => return check.report(format!("{what} (for {micro_batches} micro-batches)"), &place, EDITED),
+    let for_count = |what: String| format!("{what} (for {micro_batches} micro-batches)");
+    let mut walkers = Vec::new();
+    for index in 0..plan.stages.len() {
+        match walker(plan, program, index, micro_batches, kind) {
+            Ok(walker) => walkers.push(walker),
+            Err(what) => {
+                let place = format!("program.stages[{index}].{}", kind.name());
+                return check.report(for_count(what), &place, EDITED);
+            }
         }
-        chains.push(chain);
     }
-    let mut stages: Vec<Progress> = passes.iter().map(|_| Progress::default()).collect();
-    let mut mail = BTreeSet::new();
+    let mut mail = Mail::new();
     loop {
         let mut progress = false;
-        for index in 0..stages.len() {
-            while let Some(pass) = passes[index].get(stages[index].next).copied() {
-                match step(plan, kind, index, pass, &mut stages[index], &chains[index], &mut mail) {
-                    Ok(false) => break,
-                    Ok(true) => stages[index].next += 1,
-                    Err(what) => {
-                        let place = format!("program.stages[{index}].{}, pass {}", kind.name(), stages[index].next);
-                        return check.report(format!("{what} (for {micro_batches} micro-batches)"), &place, EDITED);
-                    }
+        for walker in &mut walkers {
+            match walker.walk(&mut mail) {
+                Ok(moved) => progress |= moved,
+                Err(what) => {
+                    let place = format!("program.stages[{}].{}, pass {}", walker.index, kind.name(), walker.next);
+                    return check.report(for_count(what), &place, EDITED);
                 }
-                progress = true;
             }
         }
         if !progress {
             break;
         }
     }
-    finish(micro_batches, kind, &passes, &stages, &chains, &mail, check);
-}
-
-/// Takes one pass; `false` if it waits.
-fn step(
-    plan: &Plan,
-    kind: Kind,
-    index: usize,
-    pass: Pass,
-    stage: &mut Progress,
-    chain: &[Call],
-    mail: &mut BTreeSet<(usize, Direction, u64)>,
-) -> Result<bool, String> {
-    let count = plan.stages.len();
-    match pass {
-        Pass::Receive(direction, batch) => {
-            let sender = match direction {
-                Direction::Activation => index.checked_sub(1),
-                Direction::Gradient => Some(index + 1).filter(|sender| *sender < count),
-            };
-            let sender = sender.ok_or_else(|| format!("{direction:?} is received from outside the pipeline"))?;
-            if !mail.remove(&(sender, direction, batch)) {
-                return Ok(false);
-            }
-            insert(&mut stage.streams, direction, batch)?;
-        }
-        Pass::Send(direction, batch) => {
-            let inside = match direction {
-                Direction::Activation => index + 1 < count && stage.forward.get(&batch) == Some(&chain.len()),
-                Direction::Gradient => index > 0 && stage.backward.get(&batch) == Some(&0),
-            };
-            if !inside || !stage.streams.remove(&(direction, batch)) {
-                return Err(format!("{direction:?} of micro-batch {batch} is sent but not at hand"));
-            }
-            mail.insert((index, direction, batch));
-        }
-        Pass::Forward(body, layer, batch) => {
-            let done = stage.forward.entry(batch).or_insert(0);
-            if chain.get(*done) != Some(&(body, layer)) {
-                return Err(format!("body {body} of layer {layer} is out of order forward for micro-batch {batch}"));
-            }
-            *done += 1;
-            let first = *done == 1;
-            let last = *done == chain.len();
-            let enters = !(first && index == 0);
-            if enters && !stage.streams.remove(&(Direction::Activation, batch)) {
-                return Err(format!("the activation of micro-batch {batch} is not at hand"));
-            }
-            if first {
-                stage.in_flight += 1;
-                let behind = (count - index) as u64;
-                let most = match (kind, plan.strategy.schedule) {
-                    (Kind::Evaluation, _) | (_, ScheduleKind::GPipe) => u64::MAX,
-                    (Kind::Training, ScheduleKind::OneForwardOneBackward) => behind,
-                };
-                if stage.in_flight > most {
-                    return Err(format!("{} micro-batches are in flight", stage.in_flight));
-                }
-            }
-            let ends_in_loss = last && index + 1 == count;
-            if !ends_in_loss {
-                insert(&mut stage.streams, Direction::Activation, batch)?;
-            }
-        }
-        Pass::Backward(..) if kind == Kind::Evaluation => return Err("an evaluation goes backward".to_owned()),
-        Pass::Backward(body, layer, batch) => {
-            if stage.forward.get(&batch) != Some(&chain.len()) {
-                return Err(format!("micro-batch {batch} goes backward before it has gone forward"));
-            }
-            let left = stage.backward.entry(batch).or_insert(chain.len());
-            if left.checked_sub(1).and_then(|position| chain.get(position)) != Some(&(body, layer)) {
-                return Err(format!("body {body} of layer {layer} is out of order backward for micro-batch {batch}"));
-            }
-            let starts_at_loss = *left == chain.len() && index + 1 == count;
-            *left -= 1;
-            let ends = *left == 0;
-            if !starts_at_loss && !stage.streams.remove(&(Direction::Gradient, batch)) {
-                return Err(format!("the gradient of micro-batch {batch} is not at hand"));
-            }
-            if ends {
-                stage.in_flight -= 1;
-            }
-            if !(ends && index == 0) {
-                insert(&mut stage.streams, Direction::Gradient, batch)?;
-            }
-        }
-    }
-    Ok(true)
-}
-
-fn insert(streams: &mut BTreeSet<(Direction, u64)>, direction: Direction, batch: u64) -> Result<(), String> {
-    match streams.insert((direction, batch)) {
-        true => Ok(()),
-        false => Err(format!("two {direction:?}s of micro-batch {batch} are at hand")),
-    }
-}
-
-fn finish(
-    micro_batches: u64,
-    kind: Kind,
-    passes: &[Vec<Pass>],
-    stages: &[Progress],
-    chains: &[Vec<Call>],
-    mail: &BTreeSet<(usize, Direction, u64)>,
-    check: &mut Check,
-) {
-    for (index, stage) in stages.iter().enumerate() {
-        let place = format!("program.stages[{index}].{}", kind.name());
-        if stage.next < passes[index].len() {
-            let what =
-                format!("deadlock: {:?} waits for ever with {micro_batches} micro-batches", passes[index][stage.next]);
-            check.report(what, &place, EDITED);
-        }
-        let all = (0..micro_batches).all(|batch| {
-            let back = kind == Kind::Evaluation || stage.backward.get(&batch) == Some(&0);
-            stage.forward.get(&batch) == Some(&chains[index].len()) && back
-        });
-        if !all || stage.forward.len() as u64 != micro_batches || !stage.streams.is_empty() {
-            let what = format!("not every micro-batch of {micro_batches} goes forward and backward once");
-            check.report(what, &place, EDITED);
-        }
-    }
+    walkers.iter().for_each(|walker| walker.check_end(micro_batches, check));
     if let Some((stage, direction, batch)) = mail.first() {
         let what = format!("{direction:?} of micro-batch {batch} is never received");
         check.report(what, &format!("program.stages[{stage}].{}", kind.name()), EDITED);
+    }
+}
+
+fn walker(plan: &Plan, program: &Program, index: usize, micro_batches: u64, kind: Kind) -> Result<Walker, String> {
+    let code = &program.stages[index];
+    let schedule = match kind {
+        Kind::Training => &code.schedule,
+        Kind::Evaluation => &code.evaluation,
+    };
+    let chain = chain(plan, program, &plan.stages[index]);
+    let limit = (2 * chain.len() + 4) * micro_batches as usize * 2 + 64;
+    let behind = (plan.stages.len() - index) as u64;
+    let most_in_flight = match (kind, plan.strategy.schedule) {
+        (Kind::Evaluation, _) | (_, ScheduleKind::GPipe) => u64::MAX,
+        (Kind::Training, ScheduleKind::OneForwardOneBackward) => behind,
+    };
+    Ok(Walker {
+        index,
+        last: behind == 1,
+        kind,
+        most_in_flight,
+        chain,
+        passes: unroll(schedule, micro_batches, limit)?,
+        next: 0,
+        forward: BTreeMap::new(),
+        backward: BTreeMap::new(),
+        streams: BTreeSet::new(),
+        in_flight: 0,
+    })
+}
+
+impl Walker {
+    /// Goes on until a message is missing or the schedule ends; whether it moved at all.
+    fn walk(&mut self, mail: &mut Mail) -> Result<bool, String> {
+        let start = self.next;
+        while let Some(pass) = self.passes.get(self.next).copied() {
+            match pass {
+                Pass::Receive(direction, batch) => {
+                    if !self.receive(mail, direction, batch)? {
+                        break;
+                    }
+                }
+                Pass::Send(direction, batch) => self.send(mail, direction, batch)?,
+                Pass::Forward(body, layer, batch) => self.pass_forward((body, layer), batch)?,
+                Pass::Backward(body, layer, batch) => self.pass_backward((body, layer), batch)?,
+            }
+            self.next += 1;
+        }
+        Ok(self.next > start)
+    }
+
+    /// `false` if the message is not there yet.
+    fn receive(&mut self, mail: &mut Mail, direction: Direction, batch: u64) -> Result<bool, String> {
+        let sender = match direction {
+            Direction::Activation => self.index.checked_sub(1),
+            Direction::Gradient => (!self.last).then_some(self.index + 1),
+        };
+        let sender = sender.ok_or_else(|| format!("{direction:?} is received from outside the pipeline"))?;
+        let arrived = mail.remove(&(sender, direction, batch));
+        if arrived {
+            self.put(direction, batch)?;
+        }
+        Ok(arrived)
+    }
+
+    fn send(&mut self, mail: &mut Mail, direction: Direction, batch: u64) -> Result<(), String> {
+        let ready = match direction {
+            Direction::Activation => !self.last && self.forward.get(&batch) == Some(&self.chain.len()),
+            Direction::Gradient => self.index > 0 && self.backward.get(&batch) == Some(&0),
+        };
+        if !ready {
+            return Err(format!("{direction:?} of micro-batch {batch} is sent before it is ready"));
+        }
+        self.take(direction, batch)?;
+        mail.insert((self.index, direction, batch));
+        Ok(())
+    }
+
+    fn pass_forward(&mut self, call: Call, batch: u64) -> Result<(), String> {
+        let done = self.forward.get(&batch).copied().unwrap_or(0);
+        if self.chain.get(done) != Some(&call) {
+            return Err(format!("body {} of layer {} is out of order forward for micro-batch {batch}", call.0, call.1));
+        }
+        self.forward.insert(batch, done + 1);
+        if done == 0 {
+            self.in_flight += 1;
+            if self.in_flight > self.most_in_flight {
+                return Err(format!("{} micro-batches are in flight", self.in_flight));
+            }
+        }
+        if !(done == 0 && self.index == 0) {
+            self.take(Direction::Activation, batch)?;
+        }
+        let ends_in_loss = self.last && done + 1 == self.chain.len();
+        if ends_in_loss { Ok(()) } else { self.put(Direction::Activation, batch) }
+    }
+
+    fn pass_backward(&mut self, call: Call, batch: u64) -> Result<(), String> {
+        if self.kind == Kind::Evaluation {
+            return Err("an evaluation goes backward".to_owned());
+        }
+        let all = self.chain.len();
+        if self.forward.get(&batch) != Some(&all) {
+            return Err(format!("micro-batch {batch} goes backward before it has gone forward"));
+        }
+        let left = self.backward.get(&batch).copied().unwrap_or(all);
+        if left.checked_sub(1).and_then(|position| self.chain.get(position)) != Some(&call) {
+            return Err(format!(
+                "body {} of layer {} is out of order backward for micro-batch {batch}",
+                call.0, call.1
+            ));
+        }
+        self.backward.insert(batch, left - 1);
+        let starts_at_loss = self.last && left == all;
+        if !starts_at_loss {
+            self.take(Direction::Gradient, batch)?;
+        }
+        if left == 1 {
+            self.in_flight -= 1;
+        }
+        if left == 1 && self.index == 0 { Ok(()) } else { self.put(Direction::Gradient, batch) }
+    }
+
+    fn put(&mut self, direction: Direction, batch: u64) -> Result<(), String> {
+        match self.streams.insert((direction, batch)) {
+            true => Ok(()),
+            false => Err(format!("two {direction:?}s of micro-batch {batch} are at hand")),
+        }
+    }
+
+    fn take(&mut self, direction: Direction, batch: u64) -> Result<(), String> {
+        match self.streams.remove(&(direction, batch)) {
+            true => Ok(()),
+            false => Err(format!("{direction:?} of micro-batch {batch} is not at hand")),
+        }
+    }
+
+    /// Whether the stage came to the end with every micro-batch.
+    fn check_end(&self, micro_batches: u64, check: &mut Check) {
+        let place = format!("program.stages[{}].{}", self.index, self.kind.name());
+        if let Some(pass) = self.passes.get(self.next) {
+            let what = format!("deadlock: {pass:?} waits for ever with {micro_batches} micro-batches");
+            check.report(what, &place, EDITED);
+        }
+        let all = (0..micro_batches).all(|batch| {
+            let back = self.kind == Kind::Evaluation || self.backward.get(&batch) == Some(&0);
+            self.forward.get(&batch) == Some(&self.chain.len()) && back
+        });
+        if !all || self.forward.len() as u64 != micro_batches || !self.streams.is_empty() {
+            let what = format!("not every micro-batch of {micro_batches} goes all its ways once");
+            check.report(what, &place, EDITED);
+        }
     }
 }

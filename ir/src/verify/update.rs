@@ -40,7 +40,11 @@ pub fn check_updates(plan: &Plan, program: &Program, placement: Placement, check
         }
         follow(program, index, placement, &mut held, &place, check);
         for (reference, history) in &held {
-            check_history(plan, program, *reference, history, placement, both_ends, &place, check);
+            let parameter = &program.bodies[reference.body as usize].parameters[reference.parameter as usize];
+            let table = parameter.tied || parameter.name == "embedding.token";
+            let summed = table && plan.model.tied_embedding && !both_ends;
+            check.expect(history.tied.is_some(), summed, &place, &format!("sum of {} over its copies", parameter.name));
+            check_history(parameter, reference.layer, history, placement, &place, check);
             tied.extend(history.tied.map(|distribution| (index, distribution)));
         }
     }
@@ -163,26 +167,20 @@ fn check_optimizer_type(
     check.expect(gradient, expected, place, &format!("type of {}'s gradient at the optimizer", parameter.name));
 }
 
-#[allow(clippy::too_many_arguments, reason = "one step of check_updates, split off for its length")]
+/// One step and one count for each parameter, and a gather where replicas own parts of what each stores.
 fn check_history(
-    plan: &Plan,
-    program: &Program,
-    reference: ParameterRef,
+    parameter: &Parameter,
+    layer: u64,
     history: &History,
     placement: Placement,
-    both_ends: bool,
     place: &str,
     check: &mut Check,
 ) {
-    let parameter = &program.bodies[reference.body as usize].parameters[reference.parameter as usize];
-    let what = |text: &str| format!("{text} of {} in layer {}", parameter.name, reference.layer);
+    let what = |text: &str| format!("{text} of {} in layer {layer}", parameter.name);
     check.expect(history.steps, 1, place, &what("optimizer steps"));
     check.expect(history.squares, u32::from(!parameter.tied), place, &what("counts in the norm"));
     let zero = placement.strategy.zero_stage;
-    let gathered =
-        matches!(zero, ZeroStage::OptimizerState | ZeroStage::Gradients) && placement.degree(SplitAxis::Data) > 1;
+    let parts = matches!(zero, ZeroStage::OptimizerState | ZeroStage::Gradients);
+    let gathered = parts && placement.degree(SplitAxis::Data) > 1;
     check.expect(history.gathers, u32::from(gathered), place, &what("gathers"));
-    let table = parameter.tied || parameter.name == "embedding.token";
-    let summed = table && plan.model.tied_embedding && !both_ends;
-    check.expect(history.tied.is_some(), summed, place, &what("sum over copies"));
 }
