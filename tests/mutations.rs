@@ -131,6 +131,14 @@ fn mutants(program: &Program) -> Vec<Mutant> {
             }
         }
         mutate_values(program, body, &mut mutants);
+        for kernel in 0..program.bodies[body].kernels.len() {
+            for (start, end) in [(-1, 0), (1, 0), (0, -1), (0, 1), (-2, 2), (0, 1000)] {
+                let mut mutant = program.clone();
+                let run = &mut mutant.bodies[body].kernels[kernel].instructions;
+                *run = (run.0.saturating_add_signed(start), run.1.saturating_add_signed(end));
+                mutants.push(Mutant { what: format!("body {body} kernel {kernel} moved"), program: mutant });
+            }
+        }
     }
     for stage in 0..program.stages.len() {
         mutate_schedule(program, stage, &mut mutants);

@@ -9,6 +9,7 @@ pub mod footprint;
 pub mod graph;
 #[cfg(feature = "interpreter")]
 pub mod interpreter;
+pub mod kernel;
 pub mod mesh;
 pub mod model;
 pub mod placement;

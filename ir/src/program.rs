@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::distribution::{Distribution, SplitAxis};
 use crate::graph::{Dim, DimName, Element};
+use crate::kernel::Kernel;
 use crate::mesh::StageId;
 use crate::model::NormKind;
 
@@ -38,6 +39,8 @@ pub struct Body {
     pub forward: Vec<Instruction>,
     /// Backward pass, which frees all that is left.
     pub backward: Vec<Instruction>,
+    /// Runs of instructions that one kernel may compute together.
+    pub kernels: Vec<Kernel>,
     /// The activation that enters, absent in the embedding.
     pub input: Option<ValueId>,
     /// The activation that leaves; in the head the sum of the micro-batch's losses.

@@ -20,6 +20,7 @@
 //!     recomputation: every operator once, with its operands;
 //! 14. every operator is well typed, and every conversion leads from one type to another over a whole group;
 //! 15. every gradient is accumulated once, in a type that its update can reduce;
+//!     kernels are runs of operators that no collective interrupts;
 //! 16. every value is written before it is read, and freed once, after it is last read;
 //! 17. with 1, p − 1, p, p + 1 and the planned number of micro-batches, every layer sees every micro-batch
 //!     forward and backward once and in order, every message is received, no stage waits for ever, and no

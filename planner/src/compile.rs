@@ -7,11 +7,13 @@
 //! | insert collectives | `insert_collectives` | typed bodies, conversions where the typing rules ask for them |
 //! | overlap | `overlap` | data-axis collectives started early and waited for late |
 //! | free | `insert_frees` | ends of lives |
+//! | fuse | `fuse` | runs of instructions that one kernel computes |
 //! | schedule | `schedule_stages` | passes of each stage by micro-batch |
 //! | update | `update_parameters` | reductions, norm, optimizer |
 
 mod collectives;
 mod frees;
+mod fuse;
 mod overlap;
 mod schedule;
 mod update;
@@ -26,6 +28,7 @@ use ir::strategy::Strategy;
 
 use collectives::insert_collectives;
 use frees::insert_frees;
+use fuse::fuse;
 use overlap::overlap;
 
 use schedule::schedule_stages;
@@ -55,7 +58,7 @@ pub fn compile(model: &ModelSpec, graph: &ModelGraph, strategy: &Strategy, atten
             BlockRole::Layers(_) => strategy.recompute,
             BlockRole::Embedding | BlockRole::Head => ir::strategy::Recompute::None,
         };
-        insert_frees(overlap(insert_collectives(differentiate(block, model, recompute, attention), placement)))
+        fuse(insert_frees(overlap(insert_collectives(differentiate(block, model, recompute, attention), placement))))
     };
     let bodies: Vec<_> = graph.blocks.iter().map(compile_block).collect();
     let stages = schedule_stages(model, graph, strategy);

@@ -6,6 +6,7 @@ use super::{Check, EDITED};
 use crate::derivative::{Draft, Step};
 use crate::distribution::{Distribution, Operand, Place, SplitAxis, infer};
 use crate::graph::{Dim, DimName, Element, Extent};
+use crate::kernel::{PassKind, kernel_pattern};
 use crate::placement::Placement;
 use crate::program::{Body, Conversion, Instruction, Op, Value, ValueId};
 use crate::strategy::ZeroStage;
@@ -17,6 +18,7 @@ pub fn check_body(body: &Body, draft: &Draft, placement: Placement, place: &str,
     }
     check_parameters(body, draft, placement, place, check);
     check_lives(body, place, check);
+    check_kernels(body, place, check);
     check_types(body, placement, place, check);
     check_computation(body, draft, placement, place, check);
 }
@@ -64,6 +66,37 @@ fn check_parameters(body: &Body, draft: &Draft, placement: Placement, place: &st
             &place,
             "stored distribution",
         );
+    }
+}
+
+/// Kernels are disjoint runs of operators, loads and frees in order, each of several operators.
+fn check_kernels(body: &Body, place: &str, check: &mut Check) {
+    for pass in [PassKind::Forward, PassKind::Backward] {
+        let instructions = match pass {
+            PassKind::Forward => &body.forward,
+            PassKind::Backward => &body.backward,
+        };
+        let mut before = 0;
+        for (index, kernel) in body.kernels.iter().enumerate().filter(|(_, kernel)| kernel.pass == pass) {
+            let place = format!("{place}, kernels[{index}]");
+            let (start, end) = (kernel.instructions.0 as usize, kernel.instructions.1 as usize);
+            let Some(run) = instructions.get(start..end).filter(|_| start >= before) else {
+                check.report(format!("instructions {start} to {end} are no run after {before}"), &place, EDITED);
+                continue;
+            };
+            before = end;
+            let inside = |found: &Instruction| {
+                matches!(found, Instruction::Compute(..) | Instruction::Load(..) | Instruction::Free(_))
+            };
+            let operator = |found: &Instruction| match found {
+                Instruction::Compute(op, ..) => Some(*op),
+                _ => None,
+            };
+            let ops: Vec<Op> = run.iter().filter_map(operator).collect();
+            if !run.iter().all(inside) || kernel_pattern(&ops) != Some((kernel.kind, ops.len())) {
+                check.report(format!("the run is no {:?}, or a collective stands in it", kernel.kind), &place, EDITED);
+            }
+        }
     }
 }
 

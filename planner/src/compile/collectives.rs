@@ -42,6 +42,7 @@ pub fn insert_collectives(draft: Draft, placement: Placement) -> Body {
         values,
         forward,
         backward,
+        kernels: Vec::new(),
         input,
         output,
         output_gradient,
