@@ -11,14 +11,16 @@ use ir::units::{BatchSize, Bytes};
 use planner::lower::{lower, search_report};
 use planner::request::FixedChoices;
 use planner::search::search;
-use support::{example, machine, request};
+use support::{example, machine, median, request};
 
+/// Most by which the temporary values of a pass may exceed what the cost model sets aside for them.
+const MOST_TEMPORARY: f64 = 1.15;
 /// Largest relative difference between the two views.
 const TOLERANCE: f64 = 0.01;
 
 #[test]
 fn both_views_agree_for_the_projects_own_stack() {
-    let mut compared = 0;
+    let mut ratios = Vec::new();
     for name in ["bloom", "gpt3-175b", "llama-3.1-70b", "llama-2-7b", "gpt2-124m"] {
         for (tensor, pipeline) in [(1, 1), (2, 2), (4, 4), (8, 2)] {
             for recompute in [Recompute::None, Recompute::Full] {
@@ -33,22 +35,28 @@ fn both_views_agree_for_the_projects_own_stack() {
                             micro_batch: Some(2),
                             ..FixedChoices::default()
                         };
-                        compared += compare(name, fixed);
+                        ratios.extend(compare(name, fixed));
                     }
                 }
             }
         }
     }
-    println!("{compared} stages compared");
-    assert!(compared > 500);
+    let middle = median(&mut ratios);
+    let most = ratios[ratios.len() - 1];
+    println!(
+        "{} stages compared; temporary values counted over computed: median {middle:.3}, most {most:.2}",
+        ratios.len()
+    );
+    assert!(ratios.len() > 500 && most < MOST_TEMPORARY, "{most}");
 }
 
-/// Compares every stage of a plan; 0 if the degrees do not suit the model.
-fn compare(name: &str, fixed: FixedChoices) -> usize {
+/// Compares every stage of a plan; gives temporary values counted over those computed, nothing if the degrees do
+/// not suit the model.
+fn compare(name: &str, fixed: FixedChoices) -> Vec<f64> {
     let mut model = example(name);
     model.global_batch = Some(BatchSize::Sequences(1024));
     let tensor = fixed.tensor_parallel.unwrap_or(1);
-    let Ok(split) = tensor_split(&model, tensor, fixed.sequence_parallel.unwrap_or(false)) else { return 0 };
+    let Ok(split) = tensor_split(&model, tensor, fixed.sequence_parallel.unwrap_or(false)) else { return Vec::new() };
     let mut machine = machine("dgx-h200", "planwright", 8);
     machine.device.memory.value = Bytes(1 << 46);
     let request = request(model, machine, 64, fixed);
@@ -70,5 +78,9 @@ fn compare(name: &str, fixed: FixedChoices) -> usize {
             assert!(difference.abs() < TOLERANCE, "{name} {fixed:?} stage {}: {what} {difference:+.4}", stage.stage.0);
         }
     }
-    footprints.len()
+    let ratios = plan.stages.iter().zip(&footprints).map(|(stage, footprint)| {
+        let temporary = stage.memory[&MemoryTerm::Workspace] + stage.memory[&MemoryTerm::GatheredParameters];
+        footprint.transient.0 as f64 / temporary.0.max(1) as f64
+    });
+    ratios.collect()
 }

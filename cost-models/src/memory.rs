@@ -11,6 +11,8 @@ use crate::machine::Machine;
 
 /// Blocks whose gathered parameters are alive at once under ZeRO-3: the one in use and the next.
 const GATHERED_BLOCKS: u64 = 2;
+/// Blocks whose gradients are whole at once before they are reduced to their owners, from ZeRO-2 on.
+const UNREDUCED_BLOCKS: u64 = 1;
 
 /// Bytes of each parameter's weight, gradient and optimizer state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,7 +62,7 @@ pub struct StageMemory {
     pub activations: Bytes,
     /// Temporary tensors.
     pub workspace: Bytes,
-    /// Parameters gathered for use.
+    /// Parameters gathered for use, and gradients before they are reduced to their owners.
     pub gathered: Bytes,
     /// Communicators' buffers.
     pub buffers: Bytes,
@@ -109,10 +111,13 @@ pub fn stage_memory(
 ) -> StageMemory {
     let profile = &machine.stack.memory;
     let state = model_state(load.parameters, state_bytes(machine, dtype), zero_stage, shard_group);
-    let gathered = match zero_stage == ZeroStage::Parameters && shard_group > 1 {
-        true => Bytes(GATHERED_BLOCKS * load.largest_block.min(load.parameters) * dtype.bytes()),
-        false => Bytes(0),
+    let blocks = match zero_stage {
+        _ if shard_group == 1 => 0,
+        ZeroStage::None | ZeroStage::OptimizerState => 0,
+        ZeroStage::Gradients => UNREDUCED_BLOCKS,
+        ZeroStage::Parameters => GATHERED_BLOCKS + UNREDUCED_BLOCKS,
     };
+    let gathered = Bytes(blocks * load.largest_block.min(load.parameters) * dtype.bytes());
     let mut memory = StageMemory {
         state,
         activations: load.kept * load.in_flight,

@@ -88,8 +88,10 @@ fn live_through(
 ) -> Bytes {
     let mut now: Bytes = alive.values().copied().sum();
     let mut peak = now;
-    for instruction in instructions {
+    for (line, instruction) in instructions.iter().enumerate() {
         match instruction {
+            // The kernel adds its result to the accumulated gradient.
+            Instruction::Compute(_, _, value) if is_accumulated_at_once(*value, &instructions[line + 1..]) => {}
             Instruction::Free(value) => now = now - alive.remove(value).unwrap_or_default(),
             // A loaded parameter is the stored one, and a renamed value shares its operand's memory.
             Instruction::Load(..) | Instruction::Accumulate(..) | Instruction::Wait(..) => {}
@@ -105,6 +107,13 @@ fn live_through(
         }
     }
     peak
+}
+
+/// Whether a value's only use is to be added to a gradient directly after it is computed.
+fn is_accumulated_at_once(value: ValueId, after: &[Instruction]) -> bool {
+    let mut uses = after.iter().filter(|instruction| !matches!(instruction, Instruction::Free(_)));
+    let added = matches!(uses.next(), Some(Instruction::Accumulate(_, sum)) if *sum == value);
+    added && uses.all(|instruction| !instruction.reads().contains(&value))
 }
 
 #[derive(Clone, Copy)]

@@ -150,7 +150,7 @@ pub enum MemoryTerm {
     Activations,
     /// Largest set of temporary tensors of one layer's forward or backward.
     Workspace,
-    /// Parameters gathered for use (ZeRO-3).
+    /// Parameters gathered for use (ZeRO-3), and gradients before they are reduced to their owners (from ZeRO-2).
     GatheredParameters,
     /// Buffers of communicators.
     CommunicationBuffers,

@@ -28,6 +28,11 @@ fn overlapped(instructions: Vec<Instruction>) -> Vec<Instruction> {
         _ => false,
     };
     let (loads, rest): (Vec<Instruction>, Vec<Instruction>) = rest.into_iter().partition(loads_of_gathered);
+    let at_once = |instruction: &Instruction| match instruction {
+        Instruction::Accumulate(_, value) => waits.iter().all(|(_, to)| to != value),
+        _ => false,
+    };
+    let (mut accumulations, rest): (Vec<Instruction>, Vec<Instruction>) = rest.into_iter().partition(at_once);
     let mut result = Vec::new();
     for instruction in loads.into_iter().chain(rest) {
         let read = instruction.reads();
@@ -36,11 +41,17 @@ fn overlapped(instructions: Vec<Instruction>) -> Vec<Instruction> {
         waits = later;
         let written = instruction.writes();
         result.push(instruction);
+        let (known, later): (Vec<_>, Vec<_>) =
+            accumulations.into_iter().partition(|sum| written.is_some_and(|value| sum.reads().contains(&value)));
+        result.extend(known);
+        accumulations = later;
         let (ready, later): (Vec<_>, Vec<_>) =
             starts.into_iter().partition(|start| written.is_some_and(|value| start.reads().contains(&value)));
         result.extend(ready);
         starts = later;
     }
+    // A gradient that arrived from outside the pass.
+    result.extend(accumulations);
     result
 }
 

@@ -62,9 +62,6 @@ pub struct SearchOptions {
     /// Tokens of a sequence
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub sequence_length: Option<u64>,
-    /// Choices that are fixed; the rest is searched.
-    #[command(flatten)]
-    pub fixed: FixedOptions,
     /// Leave out layouts that cannot be executed yet
     #[arg(long)]
     pub executable: bool,
@@ -83,6 +80,9 @@ pub struct SearchOptions {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+    /// Choices that are fixed; the rest is searched.
+    #[command(flatten)]
+    pub fixed: FixedOptions,
 }
 
 /// The cluster where none is named.
