@@ -55,8 +55,9 @@ fn stage_footprint(
             if !(parameter.tied && both_ends) {
                 let whole = |(name, size): &(DimName, u64)| Dim { name: *name, extent: Extent::Fixed(*size) };
                 let shape: Vec<Dim> = parameter.shape.iter().map(whole).collect();
-                footprint.weights += Bytes(sizes.elements(&shape, parameter.stored) * plan.model.dtype.bytes());
-                footprint.gradient_elements += sizes.elements(&shape, parameter.gradient);
+                footprint.weights += Bytes(sizes.elements(&shape, parameter.stored)) * plan.model.dtype.bytes();
+                let gradient = sizes.elements(&shape, parameter.gradient);
+                footprint.gradient_elements = footprint.gradient_elements.saturating_add(gradient);
             }
         }
         footprint.activations += bodies[body as usize].kept * stage.in_flight;
@@ -69,7 +70,7 @@ fn stage_footprint(
 fn body_footprint(body: &Body, sizes: LocalSizes) -> BodyFootprint {
     let bytes = |value: &ValueId| {
         let value = &body.values[value.0 as usize];
-        Bytes(sizes.elements(&value.shape, value.distribution) * value.element.bytes(sizes.plan.model.dtype))
+        Bytes(sizes.elements(&value.shape, value.distribution)) * value.element.bytes(sizes.plan.model.dtype)
     };
     let mut alive: BTreeMap<ValueId, Bytes> = body.input.iter().map(|input| (*input, bytes(input))).collect();
     let forward_peak = live_through(&body.forward, &mut alive, &bytes);
@@ -131,7 +132,7 @@ impl LocalSizes<'_> {
             Extent::Fixed(size) => size,
         };
         let local = |dim: &Dim| whole(dim) / self.placement.ways(dim.name, distribution);
-        let elements: u64 = shape.iter().map(local).product();
+        let elements = shape.iter().map(local).fold(1, u64::saturating_mul);
         match distribution.data {
             Place::Flat => elements.div_ceil(self.plan.strategy.data_parallel),
             _ => elements,

@@ -26,7 +26,8 @@
 //!     forward and backward once and in order, every message is received, no stage waits for ever, and no
 //!     more micro-batches are in flight than the schedule allows;
 //! 18. every gradient ends in the type of its parameter's optimizer state, is counted once in the norm, and
-//!     every parameter is stepped once and whole again where it is stored whole.
+//!     every parameter is stepped once and whole again where it is stored whole;
+//! 19. weights and kept activations, counted from the program, fit into the memory that each stage names.
 //!
 //! All violations are reported at once, each with its place in the file.
 

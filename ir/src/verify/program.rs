@@ -5,11 +5,16 @@ use super::schedule::check_schedules;
 use super::update::check_updates;
 use super::{Check, EDITED};
 use crate::derivative::{differentiate, undifferentiable};
+use crate::footprint::stage_footprints;
 use crate::graph::{BlockRole, ModelGraph};
 use crate::placement::Placement;
-use crate::plan::{Executable, Plan};
+use crate::plan::{Executable, MemoryTerm, Plan};
+use crate::program::Program;
 use crate::sharding::TensorSplit;
 use crate::strategy::Recompute;
+
+/// Most by which values counted from a program may exceed the plan's terms, relative to them.
+const MEMORY_TOLERANCE: f64 = 0.01;
 
 /// Checks the programs of a plan that has some, and that a plan has some if it says so.
 pub fn check_program(plan: &Plan, graph: &ModelGraph, split: TensorSplit, check: &mut Check) {
@@ -49,4 +54,19 @@ pub fn check_program(plan: &Plan, graph: &ModelGraph, split: TensorSplit, check:
     }
     check_schedules(plan, program, check);
     check_updates(plan, program, placement, check);
+    check_footprints(plan, program, split, check);
+}
+
+/// The program's values, counted from their lives, fit into the memory that the plan's stages name.
+fn check_footprints(plan: &Plan, program: &Program, split: TensorSplit, check: &mut Check) {
+    for (stage, footprint) in plan.stages.iter().zip(stage_footprints(plan, program, split)) {
+        let terms = [(MemoryTerm::Weights, footprint.weights), (MemoryTerm::Activations, footprint.activations)];
+        for (term, counted) in terms {
+            let named = stage.memory.get(&term).copied().unwrap_or_default();
+            if counted > named.scale(1.0 + MEMORY_TOLERANCE) {
+                let what = format!("the program holds {counted} of {}, the plan names {named}", term.name());
+                check.report(what, &format!("stages[{}].memory", stage.stage.0), EDITED);
+            }
+        }
+    }
 }

@@ -168,7 +168,7 @@ fn message_bytes(plan: &Plan, conversion: Conversion, ends: [&Value; 2]) -> Byte
     let elements = split.map_or(0, |split| local_elements(plan, split, &whole.shape, whole.distribution));
     let reduced_gradient = conversion == Conversion::ReduceScatterFlat;
     let size = if reduced_gradient { DType::FP32.bytes() } else { whole.element.bytes(plan.model.dtype) };
-    Bytes(elements * size)
+    Bytes(elements) * size
 }
 
 fn update_line(program: &Program, instruction: &UpdateInstruction) -> String {
