@@ -9,8 +9,9 @@ use ir::graph::{DimName, Extent, build_graph};
 use ir::model::ModelSpec;
 use ir::program::{AttentionKernel, Body, Conversion, Instruction, Program, UpdateInstruction, Value};
 use ir::schedule::{Pass, unroll};
-use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
+use ir::strategy::{Recompute, Strategy, ZeroStage};
 use planner::compile::compile;
+use support::layout;
 use support::small::{Family, SEQUENCE, Shape, small_model};
 
 const MICRO_BATCHES: u64 = 5;
@@ -21,21 +22,12 @@ fn model() -> ModelSpec {
 
 fn strategy(tensor: u64, data: u64, zero_stage: ZeroStage, recompute: Recompute, sequence_parallel: bool) -> Strategy {
     Strategy {
-        tensor_parallel: tensor,
-        pipeline_parallel: 1,
-        data_parallel: data,
-        context_parallel: 1,
-        expert_parallel: 1,
         zero_stage,
-        shard_group: data,
         micro_batch: 2,
-        global_batch: 2 * data * MICRO_BATCHES,
-        virtual_stages: 1,
-        schedule: ScheduleKind::OneForwardOneBackward,
         recompute,
         sequence_parallel,
-        offload_optimizer: false,
         layers_per_stage: vec![3],
+        ..layout(tensor, 1, data, 2 * data * MICRO_BATCHES)
     }
 }
 

@@ -15,6 +15,7 @@ use ir::reference::{
 };
 use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
 use planner::compile::{compile, not_executable};
+use support::layout;
 use support::small::{Family, SEQUENCE, Shape, small_model};
 
 const OPTIMIZER: Optimizer =
@@ -49,21 +50,12 @@ fn strategy(case: &Case) -> Strategy {
     let base = case.layers / case.pipeline;
     let more = case.layers % case.pipeline;
     Strategy {
-        tensor_parallel: case.tensor,
-        pipeline_parallel: case.pipeline,
-        data_parallel: case.data,
-        context_parallel: 1,
-        expert_parallel: 1,
         zero_stage: case.zero,
-        shard_group: case.data,
-        micro_batch: 1,
-        global_batch: case.data * case.micro_batches,
-        virtual_stages: 1,
         schedule: case.schedule,
         recompute: case.recompute,
         sequence_parallel: case.sequence_parallel,
-        offload_optimizer: false,
         layers_per_stage: (0..case.pipeline).map(|stage| base + u64::from(stage < more)).collect(),
+        ..layout(case.tensor, case.pipeline, case.data, case.data * case.micro_batches)
     }
 }
 

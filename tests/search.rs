@@ -5,12 +5,12 @@ mod support;
 use cost_models::machine::Machine;
 use ir::graph::build_graph;
 use ir::model::{Attention, ModelSpec};
-use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
+use ir::strategy::{Recompute, Strategy, ZeroStage};
 use ir::units::{BatchSize, Bytes, SequenceLength};
 use planner::request::{FixedChoices, Request};
 use planner::search::{Scored, score_layout, search};
 use proptest::prelude::*;
-use support::{example, machine, request};
+use support::{example, layout, machine, request};
 
 /// Every layout of the space as plain nested loops, with its own statement of the rules.
 fn brute_force(request: &Request) -> (Option<Scored>, u64) {
@@ -37,21 +37,11 @@ fn brute_force(request: &Request) -> (Option<Scored>, u64) {
                             }
                             count += 1;
                             let strategy = Strategy {
-                                tensor_parallel: tensor,
-                                pipeline_parallel: pipeline,
-                                data_parallel: data,
-                                context_parallel: 1,
-                                expert_parallel: 1,
                                 zero_stage,
-                                shard_group: data,
                                 micro_batch,
-                                global_batch: batch,
-                                virtual_stages: 1,
-                                schedule: ScheduleKind::OneForwardOneBackward,
                                 recompute,
                                 sequence_parallel,
-                                offload_optimizer: false,
-                                layers_per_stage: Vec::new(),
+                                ..layout(tensor, pipeline, data, batch)
                             };
                             let whole = batch % (micro_batch * data) == 0
                                 && (!sequence_parallel || request.workload.sequence_length.is_multiple_of(tensor))

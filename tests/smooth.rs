@@ -7,11 +7,11 @@ use std::collections::BTreeMap;
 use ir::graph::build_graph;
 use ir::model::ModelSpec;
 use ir::plan::TimeTerm;
-use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
+use ir::strategy::{Recompute, Strategy, ZeroStage};
 use ir::units::BatchSize;
 use planner::request::FixedChoices;
 use planner::search::{Scored, score_layout};
-use support::{example, machine, request};
+use support::{example, layout, machine, request};
 
 /// The production layout of BLOOM with some numbers changed.
 #[derive(Clone, Copy, Debug)]
@@ -32,21 +32,10 @@ fn predict(case: Case) -> Scored {
         ir::model::Attention::MultiHead { num_attention_heads: 112, num_key_value_heads: None, head_dim: Some(128) };
     model.global_batch = Some(BatchSize::Sequences(case.batch));
     let strategy = Strategy {
-        tensor_parallel: 4,
-        pipeline_parallel: 12,
-        data_parallel: case.data,
-        context_parallel: 1,
-        expert_parallel: 1,
         zero_stage: ZeroStage::OptimizerState,
-        shard_group: case.data,
         micro_batch: case.micro_batch,
-        global_batch: case.batch,
-        virtual_stages: 1,
-        schedule: ScheduleKind::OneForwardOneBackward,
         recompute: Recompute::Full,
-        sequence_parallel: false,
-        offload_optimizer: false,
-        layers_per_stage: Vec::new(),
+        ..layout(4, 12, case.data, case.batch)
     };
     let machine = machine("jean-zay-a100-80gb", "megatron-deepspeed-2022", 8);
     let request = request(model, machine, 48 * case.data, FixedChoices::default());
@@ -127,23 +116,8 @@ fn memory_falls_with_the_zero_stage() {
     let request = request(example("llama-2-7b"), machine, 64, FixedChoices::default());
     let graph = build_graph(&request.model);
     let of_stage = |zero_stage| {
-        let strategy = Strategy {
-            tensor_parallel: 1,
-            pipeline_parallel: 1,
-            data_parallel: 64,
-            context_parallel: 1,
-            expert_parallel: 1,
-            zero_stage,
-            shard_group: 64,
-            micro_batch: 1,
-            global_batch: request.workload.global_batch,
-            virtual_stages: 1,
-            schedule: ScheduleKind::OneForwardOneBackward,
-            recompute: Recompute::Full,
-            sequence_parallel: false,
-            offload_optimizer: false,
-            layers_per_stage: Vec::new(),
-        };
+        let strategy =
+            Strategy { zero_stage, recompute: Recompute::Full, ..layout(1, 1, 64, request.workload.global_batch) };
         score_layout(&request, &graph, &strategy).expect("the layout splits the model").fullest_stage().1
     };
     let memory = ZeroStage::ALL.map(of_stage);

@@ -8,6 +8,7 @@ pub mod small;
 use cost_models::machine::Machine;
 use hardware_profiles::{find_cluster, find_device, find_stack};
 use ir::model::{ModelSpec, read_model, workload};
+use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
 use planner::request::{FixedChoices, Request, check_request};
 
 /// A machine from built-in profiles.
@@ -40,6 +41,28 @@ pub fn request(model: ModelSpec, machine: Machine, gpus: u64, fixed: FixedChoice
     };
     check_request(&request).expect("the request is sound");
     request
+}
+
+/// A layout with given degrees and batch, and nothing else chosen: ZeRO-0, micro-batches of 1, 1F1B, no
+/// recomputation, no sequence parallelism, no stage split yet.
+pub fn layout(tensor_parallel: u64, pipeline_parallel: u64, data_parallel: u64, global_batch: u64) -> Strategy {
+    Strategy {
+        tensor_parallel,
+        pipeline_parallel,
+        data_parallel,
+        context_parallel: 1,
+        expert_parallel: 1,
+        zero_stage: ZeroStage::None,
+        shard_group: data_parallel,
+        micro_batch: 1,
+        global_batch,
+        virtual_stages: 1,
+        schedule: ScheduleKind::OneForwardOneBackward,
+        recompute: Recompute::None,
+        sequence_parallel: false,
+        offload_optimizer: false,
+        layers_per_stage: Vec::new(),
+    }
 }
 
 /// The median; sorts the values.

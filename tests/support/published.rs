@@ -4,11 +4,13 @@ use cost_models::machine::Machine;
 use ir::graph::build_graph;
 use ir::model::{Attention, Bias, DType, FeedForward, ModelSpec, NormKind, Position, Vocabulary, Workload};
 use ir::plan::Estimate;
-use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
+use ir::strategy::{Recompute, Strategy, ZeroStage};
 use ir::units::SequenceLength;
 use planner::lower::estimate;
 use planner::request::{FixedChoices, Request};
 use planner::search::score_layout;
+
+use super::layout;
 
 /// Vocabulary rows of Megatron's GPT runs where the table states none.
 const GPT_ROWS: u64 = 51_200;
@@ -124,21 +126,10 @@ pub fn predict(row: &Row, machine: &Machine) -> Predicted {
         executable_only: false,
     };
     let strategy = Strategy {
-        tensor_parallel: row.tensor,
-        pipeline_parallel: row.pipeline,
-        data_parallel: row.data,
-        context_parallel: 1,
-        expert_parallel: 1,
         zero_stage: row.zero,
-        shard_group: row.data,
         micro_batch: row.micro_batch,
-        global_batch: row.batch,
-        virtual_stages: 1,
-        schedule: ScheduleKind::OneForwardOneBackward,
         recompute: Recompute::Full,
-        sequence_parallel: false,
-        offload_optimizer: false,
-        layers_per_stage: Vec::new(),
+        ..layout(row.tensor, row.pipeline, row.data, row.batch)
     };
     let graph = build_graph(&request.model);
     let scored = score_layout(&request, &graph, &strategy).expect("the row's degrees split its model");
