@@ -94,7 +94,7 @@ fn live_through(
             // The kernel adds its result to the accumulated gradient.
             Instruction::Compute(_, _, value) if is_accumulated_at_once(*value, &instructions[line + 1..]) => {}
             Instruction::Free(value) => now = now - alive.remove(value).unwrap_or_default(),
-            // A loaded parameter is the stored one, and a renamed value shares its operand's memory.
+            // A loaded parameter is the stored one; a started conversion has its memory already.
             Instruction::Load(..) | Instruction::Accumulate(..) | Instruction::Wait(..) => {}
             Instruction::Input(_, value)
             | Instruction::Compute(_, _, value)

@@ -29,7 +29,7 @@ pub fn lower(request: &Request, graph: &ModelGraph, scored: &Scored, search: Sea
         true => AttentionKernel::Flash,
         false => AttentionKernel::Primitive,
     };
-    let obstacle = not_executable(&request.model, strategy);
+    let executable = executable(&request.model, strategy);
     Plan {
         format_version: FORMAT_VERSION,
         planwright_version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -39,8 +39,8 @@ pub fn lower(request: &Request, graph: &ModelGraph, scored: &Scored, search: Sea
         added_parameters: split.added_parameters(&request.model),
         workload: request.workload,
         strategy: strategy.clone(),
-        program: obstacle.is_none().then(|| compile(&request.model, graph, strategy, attention)),
-        executable: executable(&request.model, strategy),
+        program: (executable == Executable::Yes).then(|| compile(&request.model, graph, strategy, attention)),
+        executable,
         groups: axes.map(|(axis, _)| mesh.groups(*axis)).collect(),
         mesh,
         parameter_shards: parameter_shards(graph, split),

@@ -12,7 +12,7 @@ use ir::placement::Placement;
 use ir::program::{Body, Conversion, Instruction, Op, Parameter, Value, ValueId};
 use ir::strategy::ZeroStage;
 
-use ir::derivative::{Draft, Step};
+use ir::derivative::{Draft, DraftValue, Step};
 
 /// Types a block.
 pub fn insert_collectives(draft: Draft, placement: Placement) -> Body {
@@ -76,15 +76,14 @@ impl Pass<'_> {
 
     /// A value that arrives from outside the body.
     fn stream_value(&mut self, draft: ValueId) -> ValueId {
-        let DraftAlias { name, tensor } = self.alias(draft);
+        let DraftValue { name, tensor } = self.drafted(draft);
         let value = self.value(name, &tensor, self.placement.stream(&tensor.dim_names()));
         self.typed.insert(draft, value);
         value
     }
 
-    fn alias(&self, draft: ValueId) -> DraftAlias {
-        let value = &self.draft.values[draft.0 as usize];
-        DraftAlias { name: value.name.clone(), tensor: value.tensor.clone() }
+    fn drafted(&self, draft: ValueId) -> DraftValue {
+        self.draft.values[draft.0 as usize].clone()
     }
 
     fn append(&mut self, step: &Step) {
@@ -101,7 +100,7 @@ impl Pass<'_> {
     fn append_operator(&mut self, op: Op, draft_operands: &[ValueId], result: ValueId, like: Option<ValueId>) {
         let mut operands: Vec<ValueId> = draft_operands.iter().map(|draft| self.current(*draft)).collect();
         let declared = like.map_or(Distribution::REPLICATED, |like| self.place_of(like));
-        let DraftAlias { name, tensor } = self.alias(result);
+        let DraftValue { name, tensor } = self.drafted(result);
         let result_dims: Vec<DimName> = tensor.shape.iter().map(|dim| dim.name).collect();
         let distribution = loop {
             match self.infer(op, &operands, &result_dims, declared) {
@@ -162,7 +161,7 @@ impl Pass<'_> {
         if let Some(value) = self.converted.get(&key) {
             return *value;
         }
-        let DraftAlias { name, tensor } = self.alias(draft);
+        let DraftValue { name, tensor } = self.drafted(draft);
         let stored = self.placement.stored(tensor.dim_names());
         let loaded = self.value(name, &tensor, stored);
         self.instructions.push(Instruction::Load(index as u32, loaded));
@@ -269,10 +268,4 @@ impl Pass<'_> {
             tied,
         }
     }
-}
-
-/// A draft value's name and tensor.
-struct DraftAlias {
-    name: String,
-    tensor: Tensor,
 }

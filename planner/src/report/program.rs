@@ -120,13 +120,11 @@ fn instruction_line(plan: &Plan, body: &Body, instruction: &Instruction) -> Stri
         }
         Instruction::Convert(conversion, axes, from, to) => {
             let message = message_bytes(plan, *conversion, [value(from), value(to)]);
-            let names: Vec<String> = axes.iter().map(|axis| format!("{axis:?}").to_lowercase()).collect();
-            format!("{} = {conversion:?} over {} of %{}, {message}", result(to), names.join(" x "), from.0)
+            format!("{} = {conversion:?} over {} of %{}, {message}", result(to), axes_text(axes), from.0)
         }
         Instruction::Start(conversion, axes, from, to) => {
             let message = message_bytes(plan, *conversion, [value(from), value(to)]);
-            let names: Vec<String> = axes.iter().map(|axis| format!("{axis:?}").to_lowercase()).collect();
-            format!("start %{} = {conversion:?} over {} of %{}, {message}", to.0, names.join(" x "), from.0)
+            format!("start %{} = {conversion:?} over {} of %{}, {message}", to.0, axes_text(axes), from.0)
         }
         Instruction::Wait(_, to) => format!("wait for {}", result(to)),
         Instruction::Accumulate(number, id) => format!("gradient of {} += %{}", parameter(number), id.0),
@@ -171,6 +169,11 @@ fn message_bytes(plan: &Plan, conversion: Conversion, ends: [&Value; 2]) -> Byte
     Bytes(elements) * size
 }
 
+fn axes_text(axes: &[SplitAxis]) -> String {
+    let names: Vec<String> = axes.iter().map(|axis| format!("{axis:?}").to_lowercase()).collect();
+    if names.is_empty() { "no axis".to_owned() } else { names.join(" x ") }
+}
+
 fn update_line(program: &Program, instruction: &UpdateInstruction) -> String {
     let Some(range) = instruction.parameters() else {
         return "global gradient norm: classes over their axes, then stages".to_owned();
@@ -181,15 +184,11 @@ fn update_line(program: &Program, instruction: &UpdateInstruction) -> String {
         Some("embedding" | "head") | None => String::new(),
         Some(_) => format!(" of layers {} to {}", range.layers.0, range.layers.1.saturating_sub(1)),
     };
-    let over = |axes: &[SplitAxis]| {
-        let names: Vec<String> = axes.iter().map(|axis| format!("{axis:?}").to_lowercase()).collect();
-        if names.is_empty() { "no axis".to_owned() } else { names.join(" x ") }
-    };
     let what = match instruction {
-        UpdateInstruction::ReduceOverTensor(_, axes) => format!("all_reduce gradient over {}", over(axes)),
+        UpdateInstruction::ReduceOverTensor(_, axes) => format!("all_reduce gradient over {}", axes_text(axes)),
         UpdateInstruction::ReduceOverTied(_) => "all_reduce gradient over the first and the last stage".to_owned(),
         UpdateInstruction::ReduceOverData(_, conversion) => format!("{conversion:?} gradient over data"),
-        UpdateInstruction::AddSquares(_, axes) => format!("add squares, to be summed over {}", over(axes)),
+        UpdateInstruction::AddSquares(_, axes) => format!("add squares, to be summed over {}", axes_text(axes)),
         UpdateInstruction::AdamW(_) => "AdamW".to_owned(),
         UpdateInstruction::GatherOverData(_) => "all_gather over data".to_owned(),
         UpdateInstruction::FinishNorm => String::new(),
