@@ -112,6 +112,12 @@ fn data_elements(program: &Program) -> BTreeMap<&'static str, u64> {
             let (body, instructions) = match pass {
                 Pass::Forward(body, ..) => (body, &program.bodies[body as usize].forward),
                 Pass::Backward(body, ..) => (body, &program.bodies[body as usize].backward),
+                Pass::StartReduction(body, _, (first, end), conversion) => {
+                    for parameter in &program.bodies[body as usize].parameters[first as usize..end as usize] {
+                        add(&conversion, parameter.shape.iter().map(|(_, extent)| extent).product());
+                    }
+                    continue;
+                }
                 Pass::Receive(..) | Pass::Send(..) => continue,
             };
             for instruction in instructions {
@@ -123,13 +129,10 @@ fn data_elements(program: &Program) -> BTreeMap<&'static str, u64> {
             }
         }
         for instruction in &stage.update {
-            let Some(range) = instruction.parameters() else { continue };
-            let shape = &program.bodies[range.body as usize].parameters[range.parameter as usize].shape;
-            let size = shape.iter().map(|(_, extent)| extent).product::<u64>() * (range.layers.1 - range.layers.0);
-            match instruction {
-                UpdateInstruction::ReduceOverData(_, conversion) => add(conversion, size),
-                UpdateInstruction::GatherOverData(_) => add(&Conversion::AllGatherFlat, size),
-                _ => {}
+            let UpdateInstruction::GatherOverData(range) = instruction else { continue };
+            for parameter in range.each() {
+                let shape = &program.bodies[range.body as usize].parameters[parameter.parameter as usize].shape;
+                add(&Conversion::AllGatherFlat, shape.iter().map(|(_, extent)| extent).product());
             }
         }
     }

@@ -69,14 +69,21 @@ fn compare(name: &str, fixed: FixedChoices) -> Vec<f64> {
     for (stage, footprint) in plan.stages.iter().zip(&footprints) {
         let term = |term| stage.memory[&term].0 as f64;
         let pairs = [
-            ("weights", footprint.weights.0 as f64, term(MemoryTerm::Weights)),
-            ("gradients", (footprint.gradient_elements * 4) as f64, term(MemoryTerm::Gradients)),
+            ("weights", footprint.memory.weights.0 as f64, term(MemoryTerm::Weights)),
+            ("gradients", footprint.memory.gradients.0 as f64, term(MemoryTerm::Gradients)),
+            ("optimizer", footprint.memory.optimizer.0 as f64, term(MemoryTerm::OptimizerState)),
             ("activations", footprint.activations.0 as f64, term(MemoryTerm::Activations)),
         ];
         for (what, counted, computed) in pairs {
             let difference = counted / computed - 1.0;
             assert!(difference.abs() < TOLERANCE, "{name} {fixed:?} stage {}: {what} {difference:+.4}", stage.stage.0);
         }
+    }
+    // The peak: state, kept values, and the pass that is executed beside those of the other micro-batches.
+    for (code, footprint) in program.stages.iter().zip(&footprints) {
+        assert_eq!(code.memory, footprint.memory, "{name} {fixed:?}");
+        let values = code.memory.values;
+        assert!(values >= footprint.activations && values <= footprint.activations + footprint.transient, "{name}");
     }
     let ratios = plan.stages.iter().zip(&footprints).map(|(stage, footprint)| {
         let temporary = stage.memory[&MemoryTerm::Workspace] + stage.memory[&MemoryTerm::GatheredParameters];

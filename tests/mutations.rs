@@ -416,6 +416,18 @@ fn changed_schedules(schedule: &[StageInstruction]) -> Vec<(String, Vec<StageIns
                 let bodies = [StageInstruction::Backward(body + 1, layer.clone(), batch.clone()), other];
                 layers.chain(batches).chain(bodies).collect()
             }
+            StageInstruction::StartReduction(body, layer, (first, end), conversion) => {
+                let start = |body: u32, layer: &Index, parameters, conversion| {
+                    StageInstruction::StartReduction(body, layer.clone(), parameters, conversion)
+                };
+                let same = (*first, *end);
+                let layers = other_indices(layer).into_iter().map(|layer| start(*body, &layer, same, *conversion));
+                let ranges = [(*first, end + 1), (*first, end - 1), (first + 1, *end), (first.saturating_sub(1), *end)];
+                let ranges = ranges.map(|range| start(*body, layer, range, *conversion));
+                let others = other_conversions(conversion).into_iter().map(|other| start(*body, layer, same, other));
+                let bodies = [start(body + 1, layer, same, *conversion)];
+                layers.chain(ranges).chain(others).chain(bodies).collect()
+            }
         };
         for replacement in replacements {
             add(&format!("replaced by {replacement:?}"), &|list| list[line] = replacement.clone());
@@ -433,7 +445,7 @@ fn opposite(direction: Direction) -> Direction {
 
 fn other_counts(count: &Count) -> Vec<Count> {
     let number = match count {
-        Count::Fixed(n) | Count::AtMost(n) | Count::Beyond(n) => *n,
+        Count::Fixed(n) | Count::AtMost(n) | Count::Beyond(n) | Count::LessThan(n) => *n,
         Count::MicroBatches => 0,
     };
     let all = [
@@ -443,6 +455,8 @@ fn other_counts(count: &Count) -> Vec<Count> {
         Count::AtMost(number),
         Count::Beyond(number + 1),
         Count::Beyond(number),
+        Count::LessThan(number + 1),
+        Count::LessThan(number),
         Count::MicroBatches,
     ];
     all.into_iter().filter(|other| other != count).collect()
@@ -461,8 +475,11 @@ fn changed_updates(instruction: &UpdateInstruction) -> Vec<UpdateInstruction> {
     let mut changed = Vec::new();
     let Some(range) = instruction.parameters() else { return changed };
     let (start, end) = range.layers;
-    let mut ranges = vec![range; 4];
-    ranges[0].parameter += 1;
+    let mut ranges = vec![range; 7];
+    ranges[0].parameters = (range.parameters.0 + 1, range.parameters.1 + 1);
+    ranges[4].parameters.0 += 1;
+    ranges[5].parameters.1 -= 1;
+    ranges[6].parameters.1 += 1;
     ranges[1].layers = (start, end + 1);
     ranges[2].layers = (start + 1, end);
     ranges[3].body += 1;
@@ -470,7 +487,7 @@ fn changed_updates(instruction: &UpdateInstruction) -> Vec<UpdateInstruction> {
         changed.push(match instruction {
             UpdateInstruction::ReduceOverTensor(_, axes) => UpdateInstruction::ReduceOverTensor(other, axes.clone()),
             UpdateInstruction::ReduceOverTied(_) => UpdateInstruction::ReduceOverTied(other),
-            UpdateInstruction::ReduceOverData(_, conversion) => UpdateInstruction::ReduceOverData(other, *conversion),
+            UpdateInstruction::WaitReduction(_) => UpdateInstruction::WaitReduction(other),
             UpdateInstruction::AddSquares(_, axes) => UpdateInstruction::AddSquares(other, axes.clone()),
             UpdateInstruction::AdamW(_) => UpdateInstruction::AdamW(other),
             UpdateInstruction::GatherOverData(_) => UpdateInstruction::GatherOverData(other),
@@ -484,11 +501,8 @@ fn changed_updates(instruction: &UpdateInstruction) -> Vec<UpdateInstruction> {
         UpdateInstruction::AddSquares(_, axes) => {
             changed.extend(other_axes(axes).into_iter().map(|axes| UpdateInstruction::AddSquares(range, axes)));
         }
-        UpdateInstruction::ReduceOverData(_, conversion) => {
-            let others = other_conversions(conversion).into_iter();
-            changed.extend(others.map(|conversion| UpdateInstruction::ReduceOverData(range, conversion)));
-        }
-        UpdateInstruction::ReduceOverTied(_)
+        UpdateInstruction::WaitReduction(_)
+        | UpdateInstruction::ReduceOverTied(_)
         | UpdateInstruction::AdamW(_)
         | UpdateInstruction::GatherOverData(_)
         | UpdateInstruction::FinishNorm => {}

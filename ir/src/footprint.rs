@@ -3,35 +3,38 @@
 
 use std::collections::BTreeMap;
 
-use crate::distribution::{Distribution, Place};
-use crate::graph::{Dim, DimName, Extent};
+use crate::distribution::{Distribution, Place, SplitAxis};
+use crate::graph::{Dim, Extent};
+use crate::model::DType;
 use crate::placement::Placement;
 use crate::plan::{Plan, Stage};
-use crate::program::{Body, Instruction, Program, ValueId};
+use crate::program::{Body, Instruction, Parameter, Program, ProgramMemory, ValueId};
 use crate::sharding::TensorSplit;
+use crate::strategy::ZeroStage;
 use crate::units::Bytes;
 use crate::verify::stage_chain;
+
+/// Format of accumulated gradients, master weights and moments.
+const STATE: DType = DType::FP32;
 
 /// Bytes of a rank of a stage.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StageFootprint {
-    /// Parameters as stored.
-    pub weights: Bytes,
-    /// Elements of accumulated gradients.
-    pub gradient_elements: u64,
+    /// The rank at its fullest.
+    pub memory: ProgramMemory,
     /// Values kept between forward and backward, of all micro-batches in flight.
     pub activations: Bytes,
     /// Most bytes alive beside them during a pass of one layer.
     pub transient: Bytes,
 }
 
-/// What a body keeps for backward, and the most that is alive beside it during a pass.
+/// What a body keeps for backward, and the most that is alive during a pass, values kept by it included.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct BodyFootprint {
+struct BodyFootprint {
     /// Kept between the passes; what leaves the body is the next one's input and counted there.
-    pub kept: Bytes,
-    /// Alive beside what is kept.
-    pub transient: Bytes,
+    kept: Bytes,
+    forward_peak: Bytes,
+    backward_peak: Bytes,
 }
 
 /// Counts the bytes of each stage's ranks.
@@ -41,6 +44,17 @@ pub fn stage_footprints(plan: &Plan, program: &Program, split: TensorSplit) -> V
     plan.stages.iter().map(|stage| stage_footprint(plan, program, stage, sizes, &bodies)).collect()
 }
 
+/// The memory pass: writes what each stage's ranks hold at their fullest into the plan's programs.
+pub fn with_memory(plan: Plan, split: TensorSplit) -> Plan {
+    let Some(program) = &plan.program else { return plan };
+    let footprints = stage_footprints(&plan, program, split);
+    let mut program = program.clone();
+    for (code, footprint) in program.stages.iter_mut().zip(footprints) {
+        code.memory = footprint.memory;
+    }
+    Plan { program: Some(program), ..plan }
+}
+
 fn stage_footprint(
     plan: &Plan,
     program: &Program,
@@ -48,22 +62,40 @@ fn stage_footprint(
     sizes: LocalSizes,
     bodies: &[BodyFootprint],
 ) -> StageFootprint {
-    let mut footprint = StageFootprint::default();
+    let mut memory = ProgramMemory::default();
     let both_ends = stage.embedding && stage.head;
+    let (mut kept, mut pass_peak, mut transient) = (Bytes(0), Bytes(0), Bytes(0));
     for (body, _) in stage_chain(plan, program, stage) {
         for parameter in &program.bodies[body as usize].parameters {
             if !(parameter.tied && both_ends) {
-                let whole = |(name, size): &(DimName, u64)| Dim { name: *name, extent: Extent::Fixed(*size) };
-                let shape: Vec<Dim> = parameter.shape.iter().map(whole).collect();
-                footprint.weights += Bytes(sizes.elements(&shape, parameter.stored)) * plan.model.dtype.bytes();
-                let gradient = sizes.elements(&shape, parameter.gradient);
-                footprint.gradient_elements = footprint.gradient_elements.saturating_add(gradient);
+                add_state(&mut memory, parameter, sizes);
             }
         }
-        footprint.activations += bodies[body as usize].kept * stage.in_flight;
-        footprint.transient = footprint.transient.max(bodies[body as usize].transient);
+        let body = bodies[body as usize];
+        // Both passes of a layer find the earlier layers' kept values alive.
+        let peak = body.forward_peak.max(body.backward_peak);
+        pass_peak = pass_peak.max(kept + peak);
+        transient = transient.max(peak - body.kept);
+        kept += body.kept;
     }
-    footprint
+    memory.values = kept * stage.in_flight.saturating_sub(1) + pass_peak;
+    StageFootprint { memory, activations: kept * stage.in_flight, transient }
+}
+
+/// Counts a parameter, its accumulated gradient and its optimizer state.
+fn add_state(memory: &mut ProgramMemory, parameter: &Parameter, sizes: LocalSizes) {
+    let dtype = sizes.plan.model.dtype;
+    let shape: Vec<Dim> =
+        parameter.shape.iter().map(|(name, size)| Dim { name: *name, extent: Extent::Fixed(*size) }).collect();
+    let owner = match sizes.plan.strategy.zero_stage {
+        ZeroStage::None => Place::Replicated,
+        ZeroStage::OptimizerState | ZeroStage::Gradients | ZeroStage::Parameters => Place::Flat,
+    };
+    let owned = sizes.elements(&shape, parameter.stored.with(SplitAxis::Data, owner));
+    let master = if dtype == STATE { 0 } else { STATE.bytes() };
+    memory.weights += Bytes(sizes.elements(&shape, parameter.stored)) * dtype.bytes();
+    memory.gradients += Bytes(sizes.elements(&shape, parameter.gradient)) * STATE.bytes();
+    memory.optimizer += Bytes(owned) * (2 * STATE.bytes() + master);
 }
 
 /// Follows the lives of a body's values through both passes.
@@ -78,7 +110,7 @@ fn body_footprint(body: &Body, sizes: LocalSizes) -> BodyFootprint {
     let kept: Bytes = alive.values().copied().sum();
     alive.extend(body.output_gradient.iter().map(|gradient| (*gradient, bytes(gradient))));
     let backward_peak = live_through(&body.backward, &mut alive, &bytes);
-    BodyFootprint { kept, transient: forward_peak.max(backward_peak) - kept }
+    BodyFootprint { kept, forward_peak, backward_peak }
 }
 
 /// The most bytes alive at once.

@@ -12,6 +12,7 @@ use crate::graph::{Dim, DimName, Element};
 use crate::kernel::Kernel;
 use crate::mesh::StageId;
 use crate::model::NormKind;
+use crate::units::Bytes;
 
 /// The programs of a plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -259,8 +260,24 @@ pub struct StageProgram {
     pub schedule: Vec<StageInstruction>,
     /// Passes of an evaluation, forward only: what a pass keeps for backward ends with it.
     pub evaluation: Vec<StageInstruction>,
-    /// Reduction of gradients, norm, optimizer.
+    /// Norm and optimizer, after the reductions that the schedule started.
     pub update: Vec<UpdateInstruction>,
+    /// What a rank's memory holds at its fullest.
+    pub memory: ProgramMemory,
+}
+
+/// Bytes of a rank at the fullest point of its program.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ProgramMemory {
+    /// Parameters as stored.
+    pub weights: Bytes,
+    /// Accumulated gradients, reduced in place.
+    pub gradients: Bytes,
+    /// Master weights and moments of the owned parts.
+    pub optimizer: Bytes,
+    /// Most bytes of values alive at once: all micro-batches in flight, and the pass that is executed.
+    pub values: Bytes,
 }
 
 /// One instruction of a schedule.
@@ -276,6 +293,8 @@ pub enum StageInstruction {
     Forward(u32, Index, Index),
     /// Backward pass of a body for a layer and a micro-batch.
     Backward(u32, Index, Index),
+    /// Starts the sum over replicas of a layer's gradients: body, layer, first parameter and one past the last.
+    StartReduction(u32, Index, (u32, u32), Conversion),
 }
 
 /// What flows between stages.
@@ -298,6 +317,8 @@ pub enum Count {
     AtMost(u64),
     /// The number of micro-batches beyond a constant, or 0.
     Beyond(u64),
+    /// One less than the smaller of a constant and the number of micro-batches.
+    LessThan(u64),
 }
 
 /// A layer or micro-batch: a start, moved by the index of an enclosing loop.
@@ -312,15 +333,15 @@ pub struct Index {
     pub backwards: bool,
 }
 
-/// One instruction of an update, for a parameter of one or several layers.
+/// One instruction of an update.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum UpdateInstruction {
     /// Sums gradients' summands over tensor ranks (norms under sequence parallelism).
     ReduceOverTensor(ParameterRange, Vec<SplitAxis>),
     /// Sums the two copies of the tied embedding's gradient over the first and the last stage.
     ReduceOverTied(ParameterRange),
-    /// Sums gradients over replicas.
-    ReduceOverData(ParameterRange, Conversion),
+    /// Ends the started sum of gradients over replicas.
+    WaitReduction(ParameterRange),
     /// Adds gradients' squares to the sum of the listed class; the axes are those they are sharded along.
     AddSquares(ParameterRange, Vec<SplitAxis>),
     /// Sums every class over its axes, then everything over the stages: the squared global norm.
@@ -331,7 +352,7 @@ pub enum UpdateInstruction {
     GatherOverData(ParameterRange),
 }
 
-/// A parameter of consecutive layers.
+/// Consecutive parameters of consecutive layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ParameterRange {
@@ -339,8 +360,8 @@ pub struct ParameterRange {
     pub body: u32,
     /// First layer and one past the last, counted over the model; (0, 1) for embedding and head.
     pub layers: (u64, u64),
-    /// Parameter of the body.
-    pub parameter: u32,
+    /// First parameter of the body and one past the last.
+    pub parameters: (u32, u32),
 }
 
 /// A parameter of one layer.
@@ -354,14 +375,35 @@ pub struct ParameterRef {
     pub parameter: u32,
 }
 
+impl ProgramMemory {
+    /// All of it.
+    pub fn total(self) -> Bytes {
+        self.weights + self.gradients + self.optimizer + self.values
+    }
+}
+
 impl ParameterRange {
-    /// Each layer's parameter.
+    /// Each parameter of each layer.
     pub fn each(self) -> impl Iterator<Item = ParameterRef> {
-        (self.layers.0..self.layers.1).map(move |layer| ParameterRef {
-            body: self.body,
-            layer,
-            parameter: self.parameter,
-        })
+        let ParameterRange { body, layers, parameters } = self;
+        let of_layer = move |layer| (parameters.0..parameters.1).map(move |parameter| (layer, parameter));
+        (layers.0..layers.1).flat_map(of_layer).map(move |(layer, parameter)| ParameterRef { body, layer, parameter })
+    }
+
+    /// How many parameters there are, layers apart.
+    pub fn len(self) -> u64 {
+        let layers = self.layers.1.saturating_sub(self.layers.0);
+        layers.saturating_mul(u64::from(self.parameters.1.saturating_sub(self.parameters.0)))
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(self) -> bool {
+        self.len() == 0
+    }
+
+    /// Whether the other range goes on with the next parameter of the same layers.
+    pub fn is_followed_by(self, next: ParameterRange) -> bool {
+        (self.body, self.layers, self.parameters.1) == (next.body, next.layers, next.parameters.0)
     }
 }
 
@@ -371,7 +413,7 @@ impl UpdateInstruction {
         match self {
             UpdateInstruction::ReduceOverTensor(range, _)
             | UpdateInstruction::ReduceOverTied(range)
-            | UpdateInstruction::ReduceOverData(range, _)
+            | UpdateInstruction::WaitReduction(range)
             | UpdateInstruction::AddSquares(range, _)
             | UpdateInstruction::AdamW(range)
             | UpdateInstruction::GatherOverData(range) => Some(*range),
@@ -420,6 +462,7 @@ impl Count {
             Count::MicroBatches => micro_batches,
             Count::AtMost(limit) => micro_batches.min(*limit),
             Count::Beyond(start) => micro_batches.saturating_sub(*start),
+            Count::LessThan(limit) => micro_batches.min(*limit).saturating_sub(1),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Schedules with their loops unrolled for a number of micro-batches.
 
-use crate::program::{Direction, Index, StageInstruction};
+use crate::program::{Conversion, Direction, Index, StageInstruction};
 
 /// An instruction of a schedule with its indices as numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,6 +13,8 @@ pub enum Pass {
     Forward(u32, u64, u64),
     /// Backward pass: body, layer, micro-batch.
     Backward(u32, u64, u64),
+    /// Starts the sum of gradients over replicas: body, layer, parameters.
+    StartReduction(u32, u64, (u32, u32), Conversion),
 }
 
 /// Unrolls a schedule into at most `limit` passes.
@@ -52,6 +54,9 @@ impl Unrolled {
                 StageInstruction::Forward(body, layer, batch) => Pass::Forward(*body, self.at(layer)?, self.at(batch)?),
                 StageInstruction::Backward(body, layer, batch) => {
                     Pass::Backward(*body, self.at(layer)?, self.at(batch)?)
+                }
+                StageInstruction::StartReduction(body, layer, parameters, conversion) => {
+                    Pass::StartReduction(*body, self.at(layer)?, *parameters, *conversion)
                 }
             };
             self.passes.push(pass);

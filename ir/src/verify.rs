@@ -26,8 +26,10 @@
 //!     forward and backward once and in order, every message is received, no stage waits for ever, and no
 //!     more micro-batches are in flight than the schedule allows;
 //! 18. every gradient ends in the type of its parameter's optimizer state, is counted once in the norm, and
-//!     every parameter is stepped once and whole again where it is stored whole;
-//! 19. weights and kept activations, counted from the program, fit into the memory that each stage names.
+//!     every parameter is stepped once and whole again where it is stored whole; sums over replicas start
+//!     when the last micro-batch has added to the gradient, and each is waited for once;
+//! 19. each stage's memory is what the lives of its program's values make it, and weights and kept
+//!     activations fit into the terms of the estimate.
 //!
 //! All violations are reported at once, each with its place in the file.
 
@@ -70,13 +72,15 @@ pub fn verify(plan: &Plan, origin: &str) -> Vec<Problem> {
     let graph = build_graph(&plan.model);
     check_mesh(plan, &mut check);
     check_batch(plan, &mut check);
+    let before = check.problems.len();
     check_layers(plan, &mut check);
-    check_shards(plan, &graph, split, &mut check);
     check_stages(plan, &graph, split, &mut check);
+    let stages_are_sound = check.problems.len() == before;
+    check_shards(plan, &graph, split, &mut check);
     check_estimate(plan, &mut check);
     check_memory(plan, &mut check);
     check_search(plan, &mut check);
-    check_program(plan, &graph, split, &mut check);
+    check_program(plan, &graph, split, stages_are_sound, &mut check);
     check.problems
 }
 

@@ -5,11 +5,12 @@
 //! | graph | `ir::graph::build_graph` | forward operators of each block |
 //! | differentiate | `differentiate` | backward operators, recomputation as repeated forward operators |
 //! | insert collectives | `insert_collectives` | typed bodies, conversions where the typing rules ask for them |
-//! | overlap | `overlap` | data-axis collectives started early and waited for late |
+//! | overlap | `overlap` | data-axis collectives of a body started early and waited for late |
 //! | free | `insert_frees` | ends of lives |
 //! | fuse | `fuse` | runs of instructions that one kernel computes |
-//! | schedule | `schedule_stages` | passes of each stage by micro-batch |
-//! | update | `update_parameters` | reductions, norm, optimizer |
+//! | schedule | `schedule_stages` | passes of each stage by micro-batch, sums over replicas started layer by layer |
+//! | update | `update_parameters` | norm, optimizer |
+//! | memory | `ir::footprint::with_memory` | bytes of each stage at its fullest |
 
 mod collectives;
 mod frees;
@@ -61,7 +62,7 @@ pub fn compile(model: &ModelSpec, graph: &ModelGraph, strategy: &Strategy, atten
         fuse(insert_frees(overlap(insert_collectives(differentiate(block, model, recompute, attention), placement))))
     };
     let bodies: Vec<_> = graph.blocks.iter().map(compile_block).collect();
-    let stages = schedule_stages(model, graph, strategy);
+    let stages = schedule_stages(model, graph, &bodies, strategy);
     let stages = update_parameters(stages, &bodies, model, strategy);
     Program { attention, bodies, stages }
 }

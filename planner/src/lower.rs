@@ -4,6 +4,7 @@ use cost_models::flops::{MFU_FORMULA, step_flops};
 use cost_models::memory::{StageMemory, checkpoint_bytes, state_bytes};
 use cost_models::pipeline::in_flight;
 use cost_models::step::{costed_blocks, stage_load, with_provenance};
+use ir::footprint::with_memory;
 use ir::graph::{BlockRole, ModelGraph, count_parameters};
 use ir::mesh::{StageId, build_mesh};
 use ir::model::ModelSpec;
@@ -30,7 +31,7 @@ pub fn lower(request: &Request, graph: &ModelGraph, scored: &Scored, search: Sea
         false => AttentionKernel::Primitive,
     };
     let executable = executable(&request.model, strategy);
-    Plan {
+    let plan = Plan {
         format_version: FORMAT_VERSION,
         planwright_version: env!("CARGO_PKG_VERSION").to_owned(),
         inputs: inputs(request),
@@ -47,7 +48,8 @@ pub fn lower(request: &Request, graph: &ModelGraph, scored: &Scored, search: Sea
         stages: stages(request, graph, scored, split),
         estimate: estimate(request, graph, scored),
         search,
-    }
+    };
+    with_memory(plan, split)
 }
 
 /// Whether a strategy can be run, and if not why.

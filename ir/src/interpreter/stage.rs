@@ -29,6 +29,8 @@ pub struct Stage<'a> {
     pub parameters: BTreeMap<ParameterRef, PerRank>,
     /// Accumulated gradients.
     pub gradients: BTreeMap<ParameterRef, PerRank>,
+    /// Sums of gradients over replicas that have started.
+    pub started: BTreeMap<ParameterRef, PerRank>,
     /// First and second moments of the owned parts, and steps taken.
     pub moments: BTreeMap<ParameterRef, (PerRank, PerRank)>,
     pub steps: i32,
@@ -63,6 +65,7 @@ impl<'a> Stage<'a> {
             sizes,
             parameters: BTreeMap::new(),
             gradients: BTreeMap::new(),
+            started: BTreeMap::new(),
             moments: BTreeMap::new(),
             steps: 0,
             loss: 0.0,
@@ -244,6 +247,36 @@ impl<'a> Stage<'a> {
         match frame.values.iter().position(Option::is_some) {
             Some(index) => Err(format!("{}: value {} is never freed", code.name, code.values[index].name)),
             None => Ok(()),
+        }
+    }
+
+    /// Takes a layer's gradients, which nothing may add to from here on, and sums them over replicas.
+    fn start_reduction(
+        &mut self,
+        body: u32,
+        layer: u64,
+        parameters: (u32, u32),
+        conversion: Conversion,
+    ) -> Result<(), String> {
+        for parameter in parameters.0..parameters.1 {
+            let reference = ParameterRef { body, layer, parameter };
+            let summands = self.gradients.remove(&reference);
+            let summands = summands.ok_or_else(|| format!("{reference:?} has no gradient to reduce"))?;
+            let stored = without_data(self.stored(reference));
+            let shape = self.shape(reference);
+            let sum = convert(conversion, &[SplitAxis::Data], &summands, &shape, stored, self.degrees());
+            self.started.insert(reference, sum);
+        }
+        Ok(())
+    }
+
+    /// Puts the sum over replicas in the gradient's place.
+    pub fn end_reduction(&mut self, reference: ParameterRef) -> Result<(), String> {
+        let sum = self.started.remove(&reference);
+        let sum = sum.ok_or_else(|| format!("the sum of {reference:?} over replicas has not started"))?;
+        match self.gradients.insert(reference, sum) {
+            None => Ok(()),
+            Some(_) => Err(format!("{reference:?} is added to after its sum over replicas has started")),
         }
     }
 
@@ -442,6 +475,9 @@ fn run_pass(stage: &mut Stage, index: usize, pass: Pass, mail: &mut Mail, input:
         }
         Pass::Forward(body, layer, batch) => stage.forward(body, layer, batch, input)?,
         Pass::Backward(body, layer, batch) => stage.backward(body, layer, batch, input)?,
+        Pass::StartReduction(body, layer, parameters, conversion) => {
+            stage.start_reduction(body, layer, parameters, conversion)?;
+        }
     }
     Ok(true)
 }

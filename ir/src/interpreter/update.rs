@@ -64,6 +64,9 @@ pub fn run_updates(
             _ => return Err(format!("deadlock: only stage {} waits at the tied embedding", waiting[0].0)),
         }
     }
+    if let Some(stage) = stages.iter().find(|stage| !stage.started.is_empty()) {
+        return Err(format!("stage {} ends with sums over replicas that it never waits for", stage.code.stage.0));
+    }
     let norm = finish_norm(stages, &squares)?;
     let coefficient = (optimizer.clip / (norm + 1e-6)).min(1.0);
     let mut gradients = BTreeMap::new();
@@ -96,11 +99,9 @@ fn reduce(stage: &mut Stage, instruction: &UpdateInstruction, squares: &mut Squa
                 convert(Conversion::AllReduceSum, axes, held, shape, stored, degrees)
             })
         }),
-        UpdateInstruction::ReduceOverData(range, conversion) => range.each().try_for_each(|reference| {
-            over_gradient(stage, reference, |held, shape, stored| {
-                convert(*conversion, &[SplitAxis::Data], held, shape, stored, degrees)
-            })
-        }),
+        UpdateInstruction::WaitReduction(range) => {
+            range.each().try_for_each(|reference| stage.end_reduction(reference))
+        }
         UpdateInstruction::AddSquares(range, axes) => range.each().try_for_each(|reference| {
             let held = gradient(stage, reference)?;
             let sums = squares.entry(axes.clone()).or_insert_with(|| vec![0.0; degrees.ranks()]);

@@ -1,4 +1,5 @@
-//! Rules on schedules: every pass once, in order, every message received, no deadlock.
+//! Rules on schedules: every pass once, in order, every message received, no deadlock, and gradients summed
+//! over replicas only when they are complete.
 //!
 //! Ranks of a stage execute the same passes and their collectives in the same order, so the ranks of a
 //! stage are folded into one: the happens-before graph over all ranks is acyclic if and only if the one
@@ -8,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Check, EDITED};
 use crate::plan::{Plan, Stage};
-use crate::program::{Direction, Program};
+use crate::program::{Conversion, Direction, ParameterRef, Program};
 use crate::schedule::{Pass, unroll};
 use crate::strategy::ScheduleKind;
 
@@ -18,19 +19,29 @@ type Call = (u32, u64);
 /// Micro-batch counts beyond which a schedule is not unrolled: its steady state repeats.
 const MOST_MICRO_BATCHES: u64 = 4096;
 
-/// Checks all schedules for several numbers of micro-batches.
-pub fn check_schedules(plan: &Plan, program: &Program, check: &mut Check) {
+/// Sums over replicas that a stage's schedule starts.
+pub type Reductions = BTreeMap<ParameterRef, Conversion>;
+
+/// Checks all schedules for several numbers of micro-batches, and gives the sums that each stage starts.
+pub fn check_schedules(plan: &Plan, program: &Program, check: &mut Check) -> Vec<Reductions> {
     let stages = plan.strategy.pipeline_parallel;
     let planned = plan.strategy.num_micro_batches().min(MOST_MICRO_BATCHES);
     let counts: BTreeSet<u64> = [1, stages - 1, stages, stages + 1, planned].into_iter().filter(|m| *m > 0).collect();
+    let mut started: Option<Vec<Reductions>> = None;
     for micro_batches in counts {
         let before = check.problems.len();
-        run(plan, program, micro_batches, Kind::Training, check);
+        let reductions = run(plan, program, micro_batches, Kind::Training, check);
         run(plan, program, micro_batches, Kind::Evaluation, check);
+        if started.as_ref().is_some_and(|others| *others != reductions) {
+            let what = "which gradients are summed over replicas depends on the number of micro-batches";
+            check.report(what, "program.stages", EDITED);
+        }
+        started = Some(reductions);
         if check.problems.len() > before {
-            return;
+            break;
         }
     }
+    started.unwrap_or_default()
 }
 
 /// Which of a stage's schedules is followed.
@@ -80,8 +91,11 @@ struct Walker {
     /// Whether it is the last stage.
     last: bool,
     kind: Kind,
+    micro_batches: u64,
     most_in_flight: u64,
     chain: Vec<Call>,
+    /// Parameters of each body.
+    parameters: Vec<u32>,
     passes: Vec<Pass>,
     next: usize,
     /// Blocks that each micro-batch has passed forward.
@@ -91,9 +105,10 @@ struct Walker {
     /// Activations and gradients at hand.
     streams: BTreeSet<(Direction, u64)>,
     in_flight: u64,
+    started: Reductions,
 }
 
-fn run(plan: &Plan, program: &Program, micro_batches: u64, kind: Kind, check: &mut Check) {
+fn run(plan: &Plan, program: &Program, micro_batches: u64, kind: Kind, check: &mut Check) -> Vec<Reductions> {
     let for_count = |what: String| format!("{what} (for {micro_batches} micro-batches)");
     let mut walkers = Vec::new();
     for index in 0..plan.stages.len() {
@@ -101,7 +116,8 @@ fn run(plan: &Plan, program: &Program, micro_batches: u64, kind: Kind, check: &m
             Ok(walker) => walkers.push(walker),
             Err(what) => {
                 let place = format!("program.stages[{index}].{}", kind.name());
-                return check.report(for_count(what), &place, EDITED);
+                check.report(for_count(what), &place, EDITED);
+                return Vec::new();
             }
         }
     }
@@ -113,7 +129,8 @@ fn run(plan: &Plan, program: &Program, micro_batches: u64, kind: Kind, check: &m
                 Ok(moved) => progress |= moved,
                 Err(what) => {
                     let place = format!("program.stages[{}].{}, pass {}", walker.index, kind.name(), walker.next);
-                    return check.report(for_count(what), &place, EDITED);
+                    check.report(for_count(what), &place, EDITED);
+                    return Vec::new();
                 }
             }
         }
@@ -126,6 +143,7 @@ fn run(plan: &Plan, program: &Program, micro_batches: u64, kind: Kind, check: &m
         let what = format!("{direction:?} of micro-batch {batch} is never received");
         check.report(what, &format!("program.stages[{stage}].{}", kind.name()), EDITED);
     }
+    walkers.into_iter().map(|walker| walker.started).collect()
 }
 
 fn walker(plan: &Plan, program: &Program, index: usize, micro_batches: u64, kind: Kind) -> Result<Walker, String> {
@@ -135,7 +153,9 @@ fn walker(plan: &Plan, program: &Program, index: usize, micro_batches: u64, kind
         Kind::Evaluation => &code.evaluation,
     };
     let chain = chain(plan, program, &plan.stages[index]);
-    let limit = (2 * chain.len() + 4) * micro_batches as usize * 2 + 64;
+    let parameters: Vec<u32> = program.bodies.iter().map(|body| body.parameters.len() as u32).collect();
+    let most_parameters = parameters.iter().copied().max().unwrap_or(0) as usize;
+    let limit = (2 * chain.len() + 4) * micro_batches as usize * 2 + chain.len() * most_parameters + 64;
     let behind = (plan.stages.len() - index) as u64;
     let most_in_flight = match (kind, plan.strategy.schedule) {
         (Kind::Evaluation, _) | (_, ScheduleKind::GPipe) => u64::MAX,
@@ -145,14 +165,17 @@ fn walker(plan: &Plan, program: &Program, index: usize, micro_batches: u64, kind
         index,
         last: behind == 1,
         kind,
+        micro_batches,
         most_in_flight,
         chain,
+        parameters,
         passes: unroll(schedule, micro_batches, limit)?,
         next: 0,
         forward: BTreeMap::new(),
         backward: BTreeMap::new(),
         streams: BTreeSet::new(),
         in_flight: 0,
+        started: Reductions::new(),
     })
 }
 
@@ -170,6 +193,9 @@ impl Walker {
                 Pass::Send(direction, batch) => self.send(mail, direction, batch)?,
                 Pass::Forward(body, layer, batch) => self.pass_forward((body, layer), batch)?,
                 Pass::Backward(body, layer, batch) => self.pass_backward((body, layer), batch)?,
+                Pass::StartReduction(body, layer, parameters, conversion) => {
+                    self.start_reduction((body, layer), parameters, conversion)?;
+                }
             }
             self.next += 1;
         }
@@ -246,6 +272,26 @@ impl Walker {
             self.in_flight -= 1;
         }
         if left == 1 && self.index == 0 { Ok(()) } else { self.put(Direction::Gradient, batch) }
+    }
+
+    /// Every micro-batch must have added to the gradients, and nothing adds to them later: each goes backward once.
+    fn start_reduction(&mut self, call: Call, parameters: (u32, u32), conversion: Conversion) -> Result<(), String> {
+        let (body, layer) = call;
+        let position = self.chain.iter().position(|other| *other == call);
+        let known = self.parameters.get(body as usize).is_some_and(|count| parameters.1 <= *count);
+        let (Some(position), true, true) = (position, known, parameters.0 < parameters.1) else {
+            return Err(format!("body {body} of layer {layer} has no parameters {parameters:?} on this stage"));
+        };
+        let complete = self.backward.values().filter(|left| **left <= position).count() as u64;
+        if complete != self.micro_batches {
+            return Err(format!("gradients of body {body}, layer {layer} are summed before they are complete"));
+        }
+        for parameter in parameters.0..parameters.1 {
+            if self.started.insert(ParameterRef { body, layer, parameter }, conversion).is_some() {
+                return Err(format!("parameter {parameter} of body {body}, layer {layer} is summed twice"));
+            }
+        }
+        Ok(())
     }
 
     fn put(&mut self, direction: Direction, batch: u64) -> Result<(), String> {

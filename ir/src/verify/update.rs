@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use super::schedule::chain;
+use super::schedule::{Reductions, chain};
 use super::{Check, EDITED};
 use crate::distribution::{Distribution, Place, SplitAxis};
 use crate::placement::Placement;
@@ -15,6 +15,8 @@ use crate::strategy::ZeroStage;
 #[derive(Clone, Debug, Default)]
 struct History {
     gradient: Option<Distribution>,
+    /// The sum over replicas that the schedule started and that is not waited for yet.
+    started: Option<Conversion>,
     /// Type in which the copies of a tied embedding were summed.
     tied: Option<Distribution>,
     squares: u32,
@@ -22,8 +24,14 @@ struct History {
     gathers: u32,
 }
 
-/// Checks the updates of all stages.
-pub fn check_updates(plan: &Plan, program: &Program, placement: Placement, check: &mut Check) {
+/// Checks the updates of all stages; `reductions` are the sums that each stage's schedule starts.
+pub fn check_updates(
+    plan: &Plan,
+    program: &Program,
+    placement: Placement,
+    reductions: &[Reductions],
+    check: &mut Check,
+) {
     let mut tied = Vec::new();
     for (index, stage) in plan.stages.iter().enumerate() {
         let place = format!("program.stages[{index}].update");
@@ -36,6 +44,12 @@ pub fn check_updates(plan: &Plan, program: &Program, placement: Placement, check
                     let reference = ParameterRef { body, layer, parameter: number as u32 };
                     held.insert(reference, History { gradient: Some(parameter.gradient), ..History::default() });
                 }
+            }
+        }
+        for (reference, conversion) in reductions.get(index).into_iter().flatten() {
+            match held.get_mut(reference) {
+                Some(history) => history.started = Some(*conversion),
+                None => check.report(format!("{reference:?} has no gradient of its own to sum"), &place, EDITED),
             }
         }
         follow(program, index, placement, &mut held, &place, check);
@@ -79,9 +93,8 @@ fn follow(
             norms += 1;
             continue;
         };
-        let known = range.layers.1.saturating_sub(range.layers.0) <= held.len() as u64;
-        if !known || range.layers.0 >= range.layers.1 {
-            check.report(format!("layers {:?} are not on this stage", range.layers), &place, EDITED);
+        if range.is_empty() || range.len() > held.len() as u64 {
+            check.report(format!("{range:?} names no parameters of this stage"), &place, EDITED);
             continue;
         }
         for reference in range.each() {
@@ -106,6 +119,10 @@ fn apply(
     check: &mut Check,
 ) {
     let name = &parameter.name;
+    let waits = matches!(instruction, UpdateInstruction::WaitReduction(_));
+    if history.started.is_some() && !waits {
+        check.report(format!("the gradient of {name} is used before its sum over replicas has ended"), place, EDITED);
+    }
     let gradient = history.gradient.unwrap_or(Distribution::REPLICATED);
     let mut reduce = |axis: SplitAxis, to: Place| {
         if gradient.on(axis) != Place::PartialSum {
@@ -121,10 +138,11 @@ fn apply(
                 check.report(format!("{axes:?} are no tensor axes"), place, EDITED);
             }
         }
-        UpdateInstruction::ReduceOverData(_, conversion) => match conversion {
-            Conversion::AllReduceSum => reduce(SplitAxis::Data, Place::Replicated),
-            Conversion::ReduceScatterFlat => reduce(SplitAxis::Data, Place::Flat),
-            other => check.report(format!("{other:?} is no reduction over replicas"), place, EDITED),
+        UpdateInstruction::WaitReduction(_) => match history.started.take() {
+            Some(Conversion::AllReduceSum) => reduce(SplitAxis::Data, Place::Replicated),
+            Some(Conversion::ReduceScatterFlat) => reduce(SplitAxis::Data, Place::Flat),
+            Some(other) => check.report(format!("{other:?} is no reduction over replicas"), place, EDITED),
+            None => check.report(format!("no sum of {name} over replicas has started"), place, EDITED),
         },
         UpdateInstruction::ReduceOverTied(_) => {
             if history.tied.is_some() || history.squares > 0 {
@@ -177,6 +195,9 @@ fn check_history(
     check: &mut Check,
 ) {
     let what = |text: &str| format!("{text} of {} in layer {layer}", parameter.name);
+    if history.started.is_some() {
+        check.report(what("the started sum over replicas is never waited for"), place, EDITED);
+    }
     check.expect(history.steps, 1, place, &what("optimizer steps"));
     check.expect(history.squares, u32::from(!parameter.tied), place, &what("counts in the norm"));
     let zero = placement.strategy.zero_stage;

@@ -6,7 +6,8 @@ use ir::graph::{Dim, Extent};
 use ir::model::DType;
 use ir::plan::{Plan, Stage};
 use ir::program::{
-    Body, Conversion, Count, Direction, Index, Instruction, Program, StageInstruction, UpdateInstruction, Value,
+    Body, Conversion, Count, Direction, Index, Instruction, Program, ProgramMemory, StageInstruction,
+    UpdateInstruction, Value,
 };
 use ir::sharding::tensor_split;
 use ir::units::Bytes;
@@ -30,6 +31,12 @@ pub fn stage_program(plan: &Plan, program: &Program, stage: &Stage) -> String {
     for instruction in &code.update {
         text += &format!("  {}\n", update_line(program, instruction));
     }
+    let ProgramMemory { weights, gradients, optimizer, values } = code.memory;
+    text += &format!(
+        "\nmemory of a rank at its fullest: {}\n  weights {weights}, gradients {gradients}, optimizer {optimizer}, \
+         values {values}\n",
+        code.memory.total()
+    );
     text
 }
 
@@ -52,6 +59,10 @@ fn schedule_lines(schedule: &[StageInstruction], program: &Program, depth: usize
             StageInstruction::Forward(body, layer, batch) => call_text("forward", program, *body, layer, batch, depth),
             StageInstruction::Backward(body, layer, batch) => {
                 call_text("backward", program, *body, layer, batch, depth)
+            }
+            StageInstruction::StartReduction(body, layer, parameters, conversion) => {
+                let names = program.bodies.get(*body as usize).map_or("?".to_owned(), |body| names(body, *parameters));
+                format!("start {conversion:?} of gradients over data, layer {}: {names}", index_text(layer, depth))
             }
         };
         *text += &format!("{indent}{line}\n");
@@ -80,6 +91,7 @@ fn count_text(count: &Count) -> String {
         Count::MicroBatches => "m".to_owned(),
         Count::AtMost(limit) => format!("min({limit}, m)"),
         Count::Beyond(start) => format!("max(m - {start}, 0)"),
+        Count::LessThan(limit) => format!("min({limit}, m) - 1"),
     }
 }
 
@@ -179,19 +191,26 @@ fn update_line(program: &Program, instruction: &UpdateInstruction) -> String {
         return "global gradient norm: classes over their axes, then stages".to_owned();
     };
     let body = program.bodies.get(range.body as usize);
-    let name = body.and_then(|body| body.parameters.get(range.parameter as usize)).map_or("?", |p| p.name.as_str());
+    let names = body.map_or("?".to_owned(), |body| names(body, range.parameters));
     let layers = match body.map(|body| body.name.as_str()) {
         Some("embedding" | "head") | None => String::new(),
         Some(_) => format!(" of layers {} to {}", range.layers.0, range.layers.1.saturating_sub(1)),
     };
     let what = match instruction {
-        UpdateInstruction::ReduceOverTensor(_, axes) => format!("all_reduce gradient over {}", axes_text(axes)),
-        UpdateInstruction::ReduceOverTied(_) => "all_reduce gradient over the first and the last stage".to_owned(),
-        UpdateInstruction::ReduceOverData(_, conversion) => format!("{conversion:?} gradient over data"),
+        UpdateInstruction::ReduceOverTensor(_, axes) => format!("all_reduce gradients over {}", axes_text(axes)),
+        UpdateInstruction::ReduceOverTied(_) => "all_reduce gradients over the first and the last stage".to_owned(),
+        UpdateInstruction::WaitReduction(_) => "wait for the sums of gradients over data".to_owned(),
         UpdateInstruction::AddSquares(_, axes) => format!("add squares, to be summed over {}", axes_text(axes)),
         UpdateInstruction::AdamW(_) => "AdamW".to_owned(),
         UpdateInstruction::GatherOverData(_) => "all_gather over data".to_owned(),
         UpdateInstruction::FinishNorm => String::new(),
     };
-    format!("{name}{layers}: {what}")
+    format!("{what}{layers}: {names}")
+}
+
+/// Names of a run of a body's parameters.
+fn names(body: &Body, (first, end): (u32, u32)) -> String {
+    let parameters = body.parameters.get(first as usize..end as usize).unwrap_or_default();
+    let names: Vec<&str> = parameters.iter().map(|parameter| parameter.name.as_str()).collect();
+    names.join(", ")
 }
