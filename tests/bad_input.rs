@@ -135,13 +135,13 @@ fn mistakes_in_a_model_file() {
             "batch without unit",
             "Sequences(2048)",
             "2048",
-            &["a unit, found `2048`", "line 16", "Tokens(2048) or Sequences(2048)"],
+            &["a unit, found `2048`", "line 17", "Tokens(2048) or Sequences(2048)"],
         ),
         (
             "length without unit",
             "  sequence_length: Tokens(2048)",
             "  sequence_length: 2048",
-            &["a unit, found `2048`", "line 15", "Tokens(2048)"],
+            &["a unit, found `2048`", "line 16", "Tokens(2048)"],
         ),
         (
             "wrong unit",
@@ -198,6 +198,20 @@ fn mistakes_in_a_model_file() {
             "176247271425",
             &["describes 176247271424 parameters but says 176247271425", "field published_parameters", "leave"],
         ),
+        ("no epsilon", "1e-5", "0.0", &["norm_epsilon is 0", "field norm_epsilon", "finite number above 0"]),
+        ("epsilon that is no number", "1e-5", "NaN", &["norm_epsilon is NaN", "field norm_epsilon", "finite"]),
+        (
+            "rotary base without rotary positions",
+            "position: Alibi,",
+            "position: Alibi,\n  rotary_base: 500000,",
+            &["rotary_base is 500000 but position is Alibi", "field rotary_base", "leave the field out"],
+        ),
+        (
+            "unknown deviation",
+            "embedding_norm: true,",
+            "embedding_norm: true,\n  deviations: [Window],",
+            &["`Window`", "`SlidingWindow`", "names listed"],
+        ),
         (
             "duplicate field",
             "num_layers: 70,",
@@ -213,11 +227,11 @@ fn mistakes_in_a_model_file() {
         ("number for a text", "\"bloom-176b\"", "5", &["string, found `5`", "line 2", "double quotes"]),
         ("text for a number", "num_layers: 70", "num_layers: \"70\"", &["integer, found `\"`", "line 4", "quotes"]),
         ("number for a choice", "embedding_norm: true", "embedding_norm: 1", &["boolean, found `1`", "true or false"]),
-        ("unknown choice", "bias: All", "bias: Some", &["`Some`", "`QueryKeyValue`", "line 9", "names listed"]),
+        ("unknown choice", "bias: All", "bias: Some", &["`Some`", "`QueryKeyValue`", "line 10", "names listed"]),
         ("missing comma", "num_layers: 70,", "num_layers: 70", &["comma", "line 5", "end each field with a comma"]),
         ("name with a slash", "bloom-176b", "../bloom", &["../bloom", "field name", "letters, digits"]),
-        ("text after the end", "176247271424,\n)", "176247271424,\n) x", &["text after the end", "line 19", "remove"]),
-        ("cut short", "176247271424,\n)", "", &["ends too early", "line 18", "cut short"]),
+        ("text after the end", "176247271424,\n)", "176247271424,\n) x", &["text after the end", "line 20", "remove"]),
+        ("cut short", "176247271424,\n)", "", &["ends too early", "line 19", "cut short"]),
     ];
     for (name, from, to, pieces) in rows {
         let folder = folder(&[text("model.ron", &edited(BLOOM, from, to))]);
@@ -260,7 +274,7 @@ fn files_that_are_no_model() {
         ("deep {", Entry::Text("{".repeat(100_000)), &["model.ron, line 1"]),
         ("deep comment", Entry::Text("/*".repeat(100_000)), &["comment", "model.ron, line 1"]),
         ("deep field", Entry::Text(edited(BLOOM, "\"bloom-176b\"", &"(".repeat(100_000))), &["found `(`", "line 2"]),
-        ("deep option", Entry::Text(edited(BLOOM, "176247271424", &"Some(".repeat(100_000))), &["line 18"]),
+        ("deep option", Entry::Text(edited(BLOOM, "176247271424", &"Some(".repeat(100_000))), &["line 19"]),
     ];
     for (name, entry, pieces) in rows {
         let folder = folder(&[("model.ron", entry)]);

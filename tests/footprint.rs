@@ -55,6 +55,8 @@ fn both_views_agree_for_the_projects_own_stack() {
 fn compare(name: &str, fixed: FixedChoices) -> Vec<f64> {
     let mut model = example(name);
     model.global_batch = Some(BatchSize::Sequences(1024));
+    // Deviations change no size, and programs are what is compared.
+    model.deviations.clear();
     let tensor = fixed.tensor_parallel.unwrap_or(1);
     let Ok(split) = tensor_split(&model, tensor, fixed.sequence_parallel.unwrap_or(false)) else { return Vec::new() };
     let mut machine = machine("dgx-h200", "planwright", 8);

@@ -270,12 +270,24 @@ fn other_ops(op: &Op) -> Vec<Op> {
         Op::Silu,
         Op::Cast,
         Op::Softmax,
-        Op::Rotary,
-        Op::RotaryGradient,
+        Op::Rotary { base: 10_000.0 },
+        Op::RotaryGradient { base: 10_000.0 },
         Op::ScaleMaskGradient { scale: 1.0 },
         Op::ScaleMask { scale: 0.5, alibi: false },
     ];
-    all.into_iter().filter(|other| other != op).collect()
+    all.into_iter().chain(other_constants(op)).filter(|other| other != op).collect()
+}
+
+/// The operator with another constant.
+fn other_constants(op: &Op) -> Option<Op> {
+    match *op {
+        Op::Norm { kind, epsilon } => Some(Op::Norm { kind, epsilon: 10.0 * epsilon }),
+        Op::NormInputGradient { kind, epsilon } => Some(Op::NormInputGradient { kind, epsilon: 10.0 * epsilon }),
+        Op::NormWeightGradient { kind, epsilon } => Some(Op::NormWeightGradient { kind, epsilon: 10.0 * epsilon }),
+        Op::Rotary { base } => Some(Op::Rotary { base: 2.0 * base }),
+        Op::RotaryGradient { base } => Some(Op::RotaryGradient { base: 2.0 * base }),
+        _ => None,
+    }
 }
 
 fn other_conversions(conversion: &Conversion) -> Vec<Conversion> {

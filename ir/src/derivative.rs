@@ -73,7 +73,7 @@ pub fn undifferentiable(model: &ModelSpec) -> Option<&'static str> {
     } else if layer_runs(model).into_iter().any(experts) {
         Some("mixtures of experts are not compiled yet")
     } else {
-        None
+        model.deviations.first().map(|deviation| deviation.reason())
     }
 }
 
@@ -191,7 +191,7 @@ impl<'a> Pass<'a> {
         match &self.block.graph[node].kind {
             OperatorKind::Lookup => Op::Lookup,
             OperatorKind::Contraction { .. } => Op::Contraction,
-            OperatorKind::Norm(kind) => Op::Norm(*kind),
+            OperatorKind::Norm(kind) => Op::Norm { kind: *kind, epsilon: self.model.norm_epsilon },
             OperatorKind::Add => Op::Add,
             OperatorKind::Multiply => Op::Multiply,
             OperatorKind::Subtract => Op::Subtract,
@@ -199,7 +199,7 @@ impl<'a> Pass<'a> {
             OperatorKind::Softmax => Op::Softmax,
             OperatorKind::Gelu => Op::Gelu,
             OperatorKind::Silu => Op::Silu,
-            OperatorKind::Rotary => Op::Rotary,
+            OperatorKind::Rotary => Op::Rotary { base: self.model.rotary_base },
             OperatorKind::AsKeys => Op::Rename,
             OperatorKind::Cast => Op::MaskColumns(self.model.vocabulary.rows()),
             OperatorKind::ReduceMax(_) => Op::ReduceMax,
@@ -283,9 +283,11 @@ impl<'a> Pass<'a> {
                 self.send(operands[0], Op::Contraction, vec![gradient, at(1)], None);
                 self.send(operands[1], Op::Contraction, vec![at(0), gradient], None);
             }
-            Op::Norm(kind) => {
-                self.send(operands[0], Op::NormInputGradient(kind), vec![at(0), at(1), gradient], None);
-                self.send(operands[1], Op::NormWeightGradient(kind), vec![at(0), gradient], None);
+            Op::Norm { kind, epsilon } => {
+                let op = Op::NormInputGradient { kind, epsilon };
+                self.send(operands[0], op, vec![at(0), at(1), gradient], None);
+                let op = Op::NormWeightGradient { kind, epsilon };
+                self.send(operands[1], op, vec![at(0), gradient], None);
                 if let Some(bias) = operands.get(2) {
                     self.send(*bias, Op::ReduceSum, vec![gradient], None);
                 }
@@ -317,7 +319,7 @@ impl<'a> Pass<'a> {
             Op::Softmax => self.send(operands[0], Op::SoftmaxGradient, vec![now(&result), gradient], None),
             Op::Gelu => self.send(operands[0], Op::GeluGradient, vec![at(0), gradient], None),
             Op::Silu => self.send(operands[0], Op::SiluGradient, vec![at(0), gradient], None),
-            Op::Rotary => self.send(operands[0], Op::RotaryGradient, vec![gradient], None),
+            Op::Rotary { base } => self.send(operands[0], Op::RotaryGradient { base }, vec![gradient], None),
             Op::Rename => self.send(operands[0], Op::Rename, vec![gradient], None),
             // The gradient of a masked column is zero already: its exponential is.
             Op::Cast | Op::MaskColumns(_) => self.send(operands[0], Op::Cast, vec![gradient], None),
@@ -328,8 +330,8 @@ impl<'a> Pass<'a> {
             Op::ReduceSum | Op::SumTokens => self.add_gradient(operands[0], gradient),
             Op::ReduceMax => {}
             Op::LookupGradient
-            | Op::NormInputGradient(_)
-            | Op::NormWeightGradient(_)
+            | Op::NormInputGradient { .. }
+            | Op::NormWeightGradient { .. }
             | Op::Divide
             | Op::Scale(_)
             | Op::Seed
@@ -338,7 +340,7 @@ impl<'a> Pass<'a> {
             | Op::FlashAttentionGradient { .. }
             | Op::GeluGradient
             | Op::SiluGradient
-            | Op::RotaryGradient
+            | Op::RotaryGradient { .. }
             | Op::PickGradient => unreachable!("operators of backward are not differentiated"),
         }
     }

@@ -191,7 +191,7 @@ fn infer_on(
         | Op::SumTokens
         | Op::Lookup
         | Op::LookupGradient
-        | Op::NormWeightGradient(_)
+        | Op::NormWeightGradient { .. }
         | Op::FlashAttentionGradient { .. }
         | Op::Pick => Ok(Place::PartialSum),
         Op::ReduceMax => Ok(Place::PartialMax),
@@ -230,13 +230,13 @@ fn is_free(op: &Op) -> bool {
 /// Dims that an operator needs whole on every rank.
 fn whole_dims(op: &Op) -> &'static [DimName] {
     match op {
-        Op::Norm(_) | Op::NormInputGradient(_) | Op::NormWeightGradient(_) => &[DimName::Hidden],
+        Op::Norm { .. } | Op::NormInputGradient { .. } | Op::NormWeightGradient { .. } => &[DimName::Hidden],
         Op::Softmax | Op::SoftmaxGradient => &[DimName::KeySequence],
         Op::ScaleMask { .. } | Op::ScaleMaskGradient { .. } => &[DimName::Sequence, DimName::KeySequence],
         Op::FlashAttention { .. } | Op::FlashAttentionGradient { .. } => {
             &[DimName::Sequence, DimName::KeySequence, DimName::HeadDim, DimName::ValueDim]
         }
-        Op::Rotary | Op::RotaryGradient => &[DimName::Sequence, DimName::KeySequence, DimName::HeadDim],
+        Op::Rotary { .. } | Op::RotaryGradient { .. } => &[DimName::Sequence, DimName::KeySequence, DimName::HeadDim],
         _ => &[],
     }
 }

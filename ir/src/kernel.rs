@@ -47,8 +47,8 @@ pub enum KernelKind {
 /// What a kernel makes of the operators at the start of a run, and how many it takes: the longest pattern.
 pub fn kernel_pattern(ops: &[Op]) -> Option<(KernelKind, usize)> {
     match ops {
-        [Op::Add, Op::Add, Op::Norm(_), ..] => Some((KernelKind::BiasResidualNorm, 3)),
-        [Op::Add, Op::Norm(_), ..] => Some((KernelKind::ResidualNorm, 2)),
+        [Op::Add, Op::Add, Op::Norm { .. }, ..] => Some((KernelKind::BiasResidualNorm, 3)),
+        [Op::Add, Op::Norm { .. }, ..] => Some((KernelKind::ResidualNorm, 2)),
         [Op::Add, Op::Gelu, ..] => Some((KernelKind::BiasActivation, 2)),
         [Op::Silu, Op::Multiply, ..] => Some((KernelKind::GatedActivation, 2)),
         [Op::ScaleMask { .. }, Op::Softmax, ..] => Some((KernelKind::ScaleMaskSoftmax, 2)),

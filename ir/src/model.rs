@@ -1,23 +1,26 @@
 //! The description of a transformer: what a model file holds, checked.
 
+mod check;
+
 use serde::{Deserialize, Serialize};
+
+pub use check::check_model;
 
 use crate::error::{Error, Problem};
 use crate::text::read_ron;
 use crate::units::{BatchSize, SequenceLength};
+use check::Problems;
 
+/// Epsilon of norms in files without one (transformers, `layer_norm_epsilon` of GPT-2 and BLOOM).
+pub const DEFAULT_NORM_EPSILON: f64 = 1e-5;
+/// Base of rotary frequencies in files without one (RoFormer, arXiv 2104.09864, section 3.2.2).
+pub const DEFAULT_ROTARY_BASE: f64 = 10_000.0;
 /// Longest sequence assumed for a model file that names only a maximum.
 const DEFAULT_SEQUENCE_LIMIT: u64 = 8192;
 /// Tokens in a global batch where neither the model file nor the command line names a batch.
 const DEFAULT_BATCH_TOKENS: u64 = 4 << 20;
-/// Largest accepted number of layers; the deepest published models have a few hundred.
-const LAYER_LIMIT: u64 = 1 << 12;
-/// Largest accepted number of experts; above it a file is taken to be wrong.
-const COUNT_LIMIT: u64 = 1 << 16;
 /// Largest accepted width, vocabulary, sequence length and batch.
 pub const SIZE_LIMIT: u64 = 1 << 28;
-/// Most parameters accepted; keeps every number of bytes within 2^63.
-const PARAMETER_LIMIT: u64 = 1 << 48;
 
 /// A transformer, as its model file describes it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -37,10 +40,16 @@ pub struct ModelSpec {
     pub feed_forward: FeedForward,
     /// Normalisation before attention and feed-forward, and after the last layer.
     pub norm: NormKind,
+    /// Added to the variance or the mean square before its root.
+    #[serde(default = "default_norm_epsilon")]
+    pub norm_epsilon: f64,
     /// Which linear operators carry a bias.
     pub bias: Bias,
     /// How positions enter.
     pub position: Position,
+    /// Base of the rotary frequencies; given for rotary positions only.
+    #[serde(default = "default_rotary_base", skip_serializing_if = "is_default_rotary_base")]
+    pub rotary_base: f64,
     /// Token embedding.
     pub vocabulary: Vocabulary,
     /// A norm directly after the token embedding (BLOOM).
@@ -61,6 +70,24 @@ pub struct ModelSpec {
     /// Parameter count that the source publishes, exactly; checked when the file is read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub published_parameters: Option<u64>,
+    /// What the published model computes otherwise than programs do; such a model is planned, but not executed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub deviations: Vec<Deviation>,
+}
+
+/// Something that a published model computes otherwise than the operators of programs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Deviation {
+    /// Rotary frequencies are scaled, for longer sequences than in pre-training.
+    RotaryScaling,
+    /// Rotary embedding of a part of each head.
+    PartialRotary,
+    /// Queries see the last positions only, fewer than the longest sequence has.
+    SlidingWindow,
+    /// GeLU by the error function instead of its tanh form.
+    ErrorFunctionGelu,
+    /// Attention scores are scaled by something else than one over the root of the head's width.
+    ScoreScale,
 }
 
 /// Attention of a layer.
@@ -231,6 +258,19 @@ pub enum LayerFeedForward {
     },
 }
 
+impl Deviation {
+    /// Why a model with it is not executed.
+    pub fn reason(self) -> &'static str {
+        match self {
+            Deviation::RotaryScaling => "scaled rotary frequencies are not compiled yet",
+            Deviation::PartialRotary => "rotary embedding of a part of each head is not compiled yet",
+            Deviation::SlidingWindow => "sliding attention windows are not compiled yet",
+            Deviation::ErrorFunctionGelu => "GeLU by the error function is not compiled yet, only its tanh form",
+            Deviation::ScoreScale => "only scores scaled by the root of the head's width are compiled yet",
+        }
+    }
+}
+
 impl DType {
     /// Size of one number.
     pub fn bytes(self) -> u64 {
@@ -277,22 +317,6 @@ pub fn read_model(text: &str, origin: &str) -> Result<ModelSpec, Error> {
     let model: ModelSpec = read_ron(text, origin)?;
     check_model(&model, origin)?;
     Ok(model)
-}
-
-/// Checks a model's fields against one another.
-///
-/// # Errors
-/// `Error::Invalid` with every problem found.
-pub fn check_model(model: &ModelSpec, origin: &str) -> Result<(), Error> {
-    let mut problems = Problems { origin, list: Vec::new() };
-    check_sizes(model, &mut problems);
-    if problems.list.is_empty() {
-        check_relations(model, &mut problems);
-    }
-    if problems.list.is_empty() {
-        check_parameters(model, &mut problems);
-    }
-    if problems.list.is_empty() { Ok(()) } else { Err(Error::Invalid(problems.list)) }
 }
 
 /// Runs of identical layers, first to last.
@@ -379,189 +403,14 @@ pub fn workload(
     Ok(Workload { sequence_length: tokens, global_batch: batch })
 }
 
-struct Problems<'a> {
-    origin: &'a str,
-    list: Vec<Problem>,
+fn default_norm_epsilon() -> f64 {
+    DEFAULT_NORM_EPSILON
 }
 
-impl Problems<'_> {
-    fn add(&mut self, what: impl Into<String>, field: &str, help: impl Into<String>) {
-        self.list.push(Problem::new(what, format!("{}, field {field}", self.origin), help));
-    }
-
-    fn check_range(&mut self, value: u64, limit: u64, field: &str) {
-        if value == 0 || value > limit {
-            self.add(format!("{field} is {value}"), field, format!("give a number from 1 to {limit}"));
-        }
-    }
+fn default_rotary_base() -> f64 {
+    DEFAULT_ROTARY_BASE
 }
 
-fn check_sizes(model: &ModelSpec, problems: &mut Problems) {
-    if model.name.is_empty() || !model.name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c)) {
-        problems.add(
-            format!("the name `{}` cannot be part of a file name", model.name),
-            "name",
-            "use letters, digits, '-', '_' and '.' only",
-        );
-    }
-    problems.check_range(model.num_layers, LAYER_LIMIT, "num_layers");
-    problems.check_range(model.hidden_size, SIZE_LIMIT, "hidden_size");
-    problems.check_range(model.vocabulary.size, SIZE_LIMIT, "vocabulary.size");
-    problems.check_range(model.vocabulary.rows(), SIZE_LIMIT, "vocabulary.padded");
-    problems.check_range(model.max_sequence_length.tokens(), SIZE_LIMIT, "max_sequence_length");
-    if let Some(length) = model.sequence_length {
-        problems.check_range(length.tokens(), SIZE_LIMIT, "sequence_length");
-    }
-    match model.global_batch {
-        Some(BatchSize::Sequences(sequences)) => problems.check_range(sequences, SIZE_LIMIT, "global_batch"),
-        Some(BatchSize::Tokens(tokens)) => problems.check_range(tokens, 1 << 40, "global_batch"),
-        None => {}
-    }
-    check_attention_sizes(&model.attention, problems);
-    check_feed_forward_sizes(&model.feed_forward, problems);
-}
-
-fn check_attention_sizes(attention: &Attention, problems: &mut Problems) {
-    problems.check_range(attention.num_attention_heads(), SIZE_LIMIT, "num_attention_heads");
-    match *attention {
-        Attention::MultiHead { num_key_value_heads, head_dim, .. } => {
-            if let Some(heads) = num_key_value_heads {
-                problems.check_range(heads, SIZE_LIMIT, "num_key_value_heads");
-            }
-            if let Some(width) = head_dim {
-                problems.check_range(width, SIZE_LIMIT, "head_dim");
-            }
-        }
-        Attention::MultiLatent { query_rank, key_value_rank, nope_head_dim, rope_head_dim, value_head_dim, .. } => {
-            problems.check_range(query_rank, SIZE_LIMIT, "query_rank");
-            problems.check_range(key_value_rank, SIZE_LIMIT, "key_value_rank");
-            problems.check_range(nope_head_dim, SIZE_LIMIT, "nope_head_dim");
-            problems.check_range(rope_head_dim, SIZE_LIMIT, "rope_head_dim");
-            problems.check_range(value_head_dim, SIZE_LIMIT, "value_head_dim");
-        }
-    }
-}
-
-fn check_feed_forward_sizes(feed_forward: &FeedForward, problems: &mut Problems) {
-    match *feed_forward {
-        FeedForward::Gelu { intermediate_size } | FeedForward::SwiGlu { intermediate_size } => {
-            problems.check_range(intermediate_size, SIZE_LIMIT, "intermediate_size");
-        }
-        FeedForward::MixtureOfExperts {
-            num_experts,
-            experts_per_token,
-            intermediate_size,
-            num_shared_experts,
-            dense_intermediate_size,
-            ..
-        } => {
-            problems.check_range(num_experts, COUNT_LIMIT, "num_experts");
-            problems.check_range(experts_per_token, COUNT_LIMIT, "experts_per_token");
-            problems.check_range(intermediate_size, SIZE_LIMIT, "intermediate_size");
-            if num_shared_experts > 0 {
-                problems.check_range(num_shared_experts, COUNT_LIMIT, "num_shared_experts");
-            }
-            if let Some(width) = dense_intermediate_size {
-                problems.check_range(width, SIZE_LIMIT, "dense_intermediate_size");
-            }
-        }
-    }
-}
-
-fn check_relations(model: &ModelSpec, problems: &mut Problems) {
-    if let Attention::MultiHead { num_attention_heads, head_dim, .. } = model.attention {
-        if head_dim.is_none() && !model.hidden_size.is_multiple_of(num_attention_heads) {
-            problems.add(
-                format!("num_attention_heads {num_attention_heads} does not divide hidden_size {}", model.hidden_size),
-                "num_attention_heads",
-                "give head_dim, or a number of heads that divides hidden_size",
-            );
-        }
-        let key_value_heads = model.attention.num_key_value_heads();
-        if !num_attention_heads.is_multiple_of(key_value_heads) {
-            problems.add(
-                format!(
-                    "num_key_value_heads {key_value_heads} does not divide num_attention_heads {num_attention_heads}"
-                ),
-                "num_key_value_heads",
-                "each key-value head serves the same number of query heads",
-            );
-        }
-    }
-    if model.vocabulary.rows() < model.vocabulary.size {
-        problems.add(
-            format!("{} padded rows for {} tokens", model.vocabulary.rows(), model.vocabulary.size),
-            "vocabulary.padded",
-            "give at least as many rows as tokens, or leave the field out",
-        );
-    }
-    check_experts(model, problems);
-    if let Some(length) = model.sequence_length
-        && length > model.max_sequence_length
-    {
-        problems.add(
-            format!(
-                "sequence_length {} exceeds max_sequence_length {}",
-                length.tokens(),
-                model.max_sequence_length.tokens()
-            ),
-            "sequence_length",
-            "shorten the one or raise the other",
-        );
-    }
-}
-
-fn check_experts(model: &ModelSpec, problems: &mut Problems) {
-    let FeedForward::MixtureOfExperts {
-        num_experts,
-        experts_per_token,
-        first_dense_layers,
-        dense_intermediate_size,
-        ..
-    } = model.feed_forward
-    else {
-        return;
-    };
-    if experts_per_token > num_experts {
-        problems.add(
-            format!("experts_per_token {experts_per_token} exceeds num_experts {num_experts}"),
-            "experts_per_token",
-            "a token can be sent to each expert once",
-        );
-    }
-    if first_dense_layers > model.num_layers {
-        problems.add(
-            format!("first_dense_layers {first_dense_layers} exceeds num_layers {}", model.num_layers),
-            "first_dense_layers",
-            "lower it to at most num_layers",
-        );
-    }
-    if first_dense_layers > 0 && dense_intermediate_size.is_none() {
-        problems.add(
-            format!("the width of {first_dense_layers} dense layers is missing"),
-            "dense_intermediate_size",
-            "add it beside first_dense_layers",
-        );
-    }
-}
-
-fn check_parameters(model: &ModelSpec, problems: &mut Problems) {
-    let counted = crate::graph::count_parameters(model);
-    if counted > PARAMETER_LIMIT {
-        problems.add(
-            format!("the file describes more than {PARAMETER_LIMIT} parameters"),
-            "hidden_size",
-            "lower num_layers, hidden_size or another width",
-        );
-        return;
-    }
-    if let Some(published) = model.published_parameters
-        && counted != published
-    {
-        problems.add(
-            format!("the file describes {counted} parameters but says {published}"),
-            "published_parameters",
-            "mend the shape, or leave the field out",
-        );
-    }
+fn is_default_rotary_base(base: &f64) -> bool {
+    *base == DEFAULT_ROTARY_BASE
 }

@@ -147,11 +147,26 @@ pub enum Op {
     /// Sum of products over dims that the result lacks.
     Contraction,
     /// Operands: input, weight, and for LayerNorm bias.
-    Norm(NormKind),
+    Norm {
+        /// What is divided by.
+        kind: NormKind,
+        /// Added to the variance or the mean square before its root.
+        epsilon: f64,
+    },
     /// Operands: input, weight, gradient of the result.
-    NormInputGradient(NormKind),
+    NormInputGradient {
+        /// What is divided by.
+        kind: NormKind,
+        /// Added to the variance or the mean square before its root.
+        epsilon: f64,
+    },
     /// Operands: input, gradient of the result.
-    NormWeightGradient(NormKind),
+    NormWeightGradient {
+        /// What is divided by.
+        kind: NormKind,
+        /// Added to the variance or the mean square before its root.
+        epsilon: f64,
+    },
     /// Elementwise sum; missing dims are broadcast.
     Add,
     /// Elementwise product.
@@ -204,10 +219,16 @@ pub enum Op {
     Silu,
     /// Operands: input, gradient of the result.
     SiluGradient,
-    /// Rotary position embedding.
-    Rotary,
+    /// Rotary position embedding: pair (i, i + width/2) of a head turns by position · base^(−2i/width).
+    Rotary {
+        /// Base of the frequencies.
+        base: f64,
+    },
     /// Its transpose.
-    RotaryGradient,
+    RotaryGradient {
+        /// Base of the frequencies.
+        base: f64,
+    },
     /// The same numbers under other dim names.
     Rename,
     /// Conversion of number format.

@@ -125,7 +125,7 @@ fn forward(network: &Network, batch: &Batch) -> Forward {
     let embedded = embed(network, batch);
     let mut stream = embedded.clone();
     if model.embedding_norm {
-        stream = norm(parameters, model.norm, "embedding/embedding.norm", &stream);
+        stream = norm(parameters, model, "embedding/embedding.norm", &stream);
     }
     let mut layers = Vec::new();
     for index in 0..network.sizes.num_layers {
@@ -133,7 +133,7 @@ fn forward(network: &Network, batch: &Batch) -> Forward {
         layers.push(layer);
         stream = output;
     }
-    let normed = norm(parameters, model.norm, "head/final_norm", &stream);
+    let normed = norm(parameters, model, "head/final_norm", &stream);
     let logits = multiply(&normed, &transpose(&head_weight(network)));
     let (loss, probabilities) = cross_entropy(&logits, &batch.targets);
     Forward { embedded, layers, stream, normed, probabilities, loss }
@@ -168,7 +168,7 @@ fn embedding_backward(
     let mut gradient = stream_gradient;
     if model.embedding_norm {
         let name = "embedding/embedding.norm";
-        gradient = norm_backward(parameters, gradients, model.norm, name, &forward.embedded, &gradient);
+        gradient = norm_backward(parameters, gradients, model, name, &forward.embedded, &gradient);
     }
     let hidden = network.sizes.hidden;
     let mut add_row = |key: &str, table_row: usize, values: &[f64]| {
@@ -186,7 +186,7 @@ fn embedding_backward(
 /// x + attention(norm(x)), then y + feed_forward(norm(y)); returns the activations and the output.
 fn layer_forward(network: &Network, index: usize, input: Matrix) -> (LayerForward, Matrix) {
     let normalise = |part: &str, stream: &Matrix| {
-        norm(network.parameters, network.model.norm, &format!("layer {index}/{part}.norm"), stream)
+        norm(network.parameters, network.model, &format!("layer {index}/{part}.norm"), stream)
     };
     let attention_input = normalise("attention", &input);
     let attention = attention(network, index, &attention_input);
@@ -209,13 +209,13 @@ fn layer_backward(
     let normed = &layer.feed_forward_input;
     let gradient = feed_forward_backward(network, gradients, index, normed, &layer.feed_forward, &output_gradient);
     let name = format!("layer {index}/feed_forward.norm");
-    let gradient = norm_backward(parameters, gradients, model.norm, &name, &layer.middle, &gradient);
+    let gradient = norm_backward(parameters, gradients, model, &name, &layer.middle, &gradient);
     let middle_gradient = add(&output_gradient, &gradient);
 
     let normed = &layer.attention_input;
     let gradient = attention_backward(network, gradients, index, normed, &layer.attention, &middle_gradient);
     let name = format!("layer {index}/attention.norm");
-    let gradient = norm_backward(parameters, gradients, model.norm, &name, &layer.input, &gradient);
+    let gradient = norm_backward(parameters, gradients, model, &name, &layer.input, &gradient);
     add(&middle_gradient, &gradient)
 }
 
@@ -253,7 +253,7 @@ fn head_backward(network: &Network, gradients: &mut Parameters, forward: &Forwar
     let weight_gradient = multiply(&transpose(&logits_gradient), &forward.normed);
     accumulate(gradient_of(gradients, head_key(model)), &weight_gradient.values);
     let normed_gradient = multiply(&logits_gradient, &head_weight(network));
-    norm_backward(parameters, gradients, model.norm, "head/final_norm", &forward.stream, &normed_gradient)
+    norm_backward(parameters, gradients, model, "head/final_norm", &forward.stream, &normed_gradient)
 }
 
 #[cfg(test)]

@@ -2,7 +2,10 @@
 
 use cost_models::machine::Machine;
 use ir::graph::build_graph;
-use ir::model::{Attention, Bias, DType, FeedForward, ModelSpec, NormKind, Position, Vocabulary, Workload};
+use ir::model::{
+    Attention, Bias, DEFAULT_NORM_EPSILON, DEFAULT_ROTARY_BASE, DType, FeedForward, ModelSpec, NormKind, Position,
+    Vocabulary, Workload,
+};
 use ir::plan::Estimate;
 use ir::strategy::{Recompute, Strategy, ZeroStage};
 use ir::units::SequenceLength;
@@ -100,8 +103,10 @@ fn model(row: &Row) -> ModelSpec {
         },
         feed_forward: FeedForward::Gelu { intermediate_size: 4 * row.hidden },
         norm: NormKind::LayerNorm,
+        norm_epsilon: DEFAULT_NORM_EPSILON,
         bias: Bias::All,
         position: if bloom { Position::Alibi } else { Position::Learned },
+        rotary_base: DEFAULT_ROTARY_BASE,
         vocabulary: Vocabulary { size: row.rows, padded: None },
         embedding_norm: row.id == "bs176-136",
         tied_embedding: true,
@@ -110,6 +115,7 @@ fn model(row: &Row) -> ModelSpec {
         global_batch: None,
         dtype: if row.precision == "bf16" { DType::BF16 } else { DType::FP16 },
         published_parameters: None,
+        deviations: Vec::new(),
     }
 }
 

@@ -46,12 +46,14 @@ pub fn small_model(shape: Shape) -> ModelSpec {
             false => FeedForward::Gelu { intermediate_size: 24 },
         },
         norm: if llama { NormKind::RmsNorm } else { NormKind::LayerNorm },
+        norm_epsilon: if llama { 1e-6 } else { 1e-5 },
         bias: if llama { Bias::None } else { Bias::All },
         position: match shape.family {
             Family::Gpt2 => Position::Learned,
             Family::Bloom => Position::Alibi,
             Family::Llama => Position::Rotary,
         },
+        rotary_base: if llama { 500_000.0 } else { 10_000.0 },
         vocabulary: Vocabulary { size: shape.vocabulary, padded: None },
         embedding_norm: shape.family == Family::Bloom,
         tied_embedding: shape.tied,
@@ -60,5 +62,6 @@ pub fn small_model(shape: Shape) -> ModelSpec {
         global_batch: None,
         dtype: DType::FP32,
         published_parameters: None,
+        deviations: Vec::new(),
     }
 }

@@ -5,11 +5,6 @@ use crate::graph::DimName;
 use crate::model::NormKind;
 use crate::program::{AttentionOperand, Op};
 
-/// Added to a variance before its root is taken.
-const NORM_EPSILON: f64 = 1e-5;
-/// Base of rotary frequencies (RoFormer, arXiv 2104.09864, section 3.2.2).
-const ROTARY_BASE: f64 = 10_000.0;
-
 /// What an operator knows of its result beside the operands.
 #[derive(Clone, Debug)]
 pub struct Result<'a> {
@@ -32,9 +27,9 @@ pub fn apply(op: &Op, operands: &[&Array], result: &Result) -> Array {
         Op::Lookup => lookup(operands[0], operands[1], result),
         Op::LookupGradient => lookup_gradient(operands[0], operands[1], result),
         Op::Contraction => sum_of_products(operands, result.dims),
-        Op::Norm(kind) => norm(*kind, operands),
-        Op::NormInputGradient(kind) => norm_input_gradient(*kind, operands),
-        Op::NormWeightGradient(kind) => norm_weight_gradient(*kind, operands, result),
+        Op::Norm { kind, epsilon } => norm(*kind, *epsilon, operands),
+        Op::NormInputGradient { kind, epsilon } => norm_input_gradient(*kind, *epsilon, operands),
+        Op::NormWeightGradient { kind, epsilon } => norm_weight_gradient(*kind, *epsilon, operands, result),
         Op::Add => elementwise(&|x| x.iter().sum()),
         Op::Multiply => elementwise(&|x| x[0] * x[1]),
         Op::Subtract => elementwise(&|x| x[0] - x[1]),
@@ -57,8 +52,8 @@ pub fn apply(op: &Op, operands: &[&Array], result: &Result) -> Array {
             let s = sigmoid(x[0]);
             s * (1.0 + x[0] * (1.0 - s)) * x[1]
         }),
-        Op::Rotary => rotary(operands[0], 1.0),
-        Op::RotaryGradient => rotary(operands[0], -1.0),
+        Op::Rotary { base } => rotary(operands[0], *base, 1.0),
+        Op::RotaryGradient { base } => rotary(operands[0], *base, -1.0),
         Op::Rename => Array { dims: result.dims.to_vec(), data: operands[0].data.clone() },
         Op::Cast => operands[0].clone(),
         Op::MaskColumns(columns) => mask_columns(operands[0], *columns as usize, result),
@@ -158,22 +153,22 @@ fn row_start(table: &Array, result: &Result) -> usize {
 }
 
 /// Mean to subtract and reciprocal deviation of a row.
-fn moments(kind: NormKind, row: &[f64]) -> (f64, f64) {
+fn moments(kind: NormKind, epsilon: f64, row: &[f64]) -> (f64, f64) {
     let n = row.len() as f64;
     let mean = match kind {
         NormKind::LayerNorm => row.iter().sum::<f64>() / n,
         NormKind::RmsNorm => 0.0,
     };
     let variance = row.iter().map(|x| (x - mean) * (x - mean)).sum::<f64>() / n;
-    (mean, 1.0 / (variance + NORM_EPSILON).sqrt())
+    (mean, 1.0 / (variance + epsilon).sqrt())
 }
 
-fn norm(kind: NormKind, operands: &[&Array]) -> Array {
+fn norm(kind: NormKind, epsilon: f64, operands: &[&Array]) -> Array {
     let (input, weight) = (operands[0], operands[1]);
     let width = weight.data.len();
     let mut result = input.clone();
     for row in result.data.chunks_mut(width) {
-        let (mean, scale) = moments(kind, row);
+        let (mean, scale) = moments(kind, epsilon, row);
         for (column, x) in row.iter_mut().enumerate() {
             *x = (*x - mean) * scale * weight.data[column] + operands.get(2).map_or(0.0, |bias| bias.data[column]);
         }
@@ -181,13 +176,13 @@ fn norm(kind: NormKind, operands: &[&Array]) -> Array {
     result
 }
 
-fn norm_input_gradient(kind: NormKind, operands: &[&Array]) -> Array {
+fn norm_input_gradient(kind: NormKind, epsilon: f64, operands: &[&Array]) -> Array {
     let (input, weight, gradient) = (operands[0], operands[1], operands[2]);
     let width = weight.data.len();
     let n = width as f64;
     let mut result = input.clone();
     for (row, dy) in result.data.chunks_mut(width).zip(gradient.data.chunks(width)) {
-        let (mean, scale) = moments(kind, row);
+        let (mean, scale) = moments(kind, epsilon, row);
         let unit: Vec<f64> = row.iter().map(|x| (x - mean) * scale).collect();
         let inner: Vec<f64> = dy.iter().zip(&weight.data).map(|(dy, w)| dy * w).collect();
         let along: f64 = inner.iter().zip(&unit).map(|(g, u)| g * u).sum::<f64>() / n;
@@ -202,12 +197,12 @@ fn norm_input_gradient(kind: NormKind, operands: &[&Array]) -> Array {
     result
 }
 
-fn norm_weight_gradient(kind: NormKind, operands: &[&Array], result: &Result) -> Array {
+fn norm_weight_gradient(kind: NormKind, epsilon: f64, operands: &[&Array], result: &Result) -> Array {
     let (input, gradient) = (operands[0], operands[1]);
     let mut sum = Array::zeros(result.dims.to_vec());
     let width = sum.data.len();
     for (row, dy) in input.data.chunks(width).zip(gradient.data.chunks(width)) {
-        let (mean, scale) = moments(kind, row);
+        let (mean, scale) = moments(kind, epsilon, row);
         for column in 0..width {
             sum.data[column] += (row[column] - mean) * scale * dy[column];
         }
@@ -332,7 +327,7 @@ fn gelu_slope(x: f64) -> f64 {
 }
 
 /// Rotates the pairs (i, i + width/2) of each head by position · frequency; `direction` −1 turns back.
-fn rotary(input: &Array, direction: f64) -> Array {
+fn rotary(input: &Array, base: f64, direction: f64) -> Array {
     let width = input.extent(DimName::HeadDim);
     let half = width / 2;
     let mut result = input.clone();
@@ -348,7 +343,7 @@ fn rotary(input: &Array, direction: f64) -> Array {
     let rows = input.dims[..input.dims.len() - 1].to_vec();
     for_each_index(&rows, &[&strides[..rows.len()]], |row, at| {
         for pair in 0..half {
-            let angle = direction * at[0] as f64 * ROTARY_BASE.powf(-2.0 * pair as f64 / width as f64);
+            let angle = direction * at[0] as f64 * base.powf(-2.0 * pair as f64 / width as f64);
             let (sin, cos) = angle.sin_cos();
             let (a, b) = (input.data[row * width + pair], input.data[row * width + pair + half]);
             result.data[row * width + pair] = a * cos - b * sin;

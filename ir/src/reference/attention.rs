@@ -7,9 +7,6 @@ use super::operators::{Matrix, add, linear, linear_backward, softmax};
 use super::parameters::{Parameters, Sizes};
 use crate::model::Position;
 
-/// Base of the rotary frequencies (RoFormer, arXiv 2104.09864, section 3.2.2).
-const ROTARY_BASE: f64 = 10000.0;
-
 /// What the backward pass needs of attention's forward pass.
 pub(super) struct AttentionForward {
     /// [tokens, heads · head_dim], after rotary embedding; head = key-value head · group + query.
@@ -166,7 +163,7 @@ pub(super) fn alibi_slopes(num_heads: usize) -> Vec<f64> {
 ///
 /// The gradient turns back: `direction` is 1 forward and −1 backward.
 fn rotate(network: &Network, input: &Matrix, direction: f64) -> Matrix {
-    let head_dim = network.sizes.head_dim;
+    let (head_dim, base) = (network.sizes.head_dim, network.model.rotary_base);
     assert!(head_dim.is_multiple_of(2), "rotary embedding needs an even head_dim, not {head_dim}");
     let mut output = Matrix::zeros(input.rows(), input.columns);
     for token in 0..input.rows() {
@@ -174,7 +171,7 @@ fn rotate(network: &Network, input: &Matrix, direction: f64) -> Matrix {
         for head_start in (0..input.columns).step_by(head_dim) {
             for i in 0..head_dim / 2 {
                 let (first, second) = (head_start + i, head_start + i + head_dim / 2);
-                let angle = direction * position * ROTARY_BASE.powf(-2.0 * i as f64 / head_dim as f64);
+                let angle = direction * position * base.powf(-2.0 * i as f64 / head_dim as f64);
                 let (x, y) = (input.row(token)[first], input.row(token)[second]);
                 output.row_mut(token)[first] = x * angle.cos() - y * angle.sin();
                 output.row_mut(token)[second] = y * angle.cos() + x * angle.sin();

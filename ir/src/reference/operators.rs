@@ -4,10 +4,7 @@
 //! operator's parameters to `gradients`, and returns the gradient of the operator's input.
 
 use super::parameters::Parameters;
-use crate::model::NormKind;
-
-/// Added to the variance or the mean square before the root.
-const NORM_EPSILON: f64 = 1e-5;
+use crate::model::{ModelSpec, NormKind};
 
 /// Rows of equal length, row-major; activations have one row for each token.
 #[derive(Clone, Debug)]
@@ -116,15 +113,15 @@ pub(super) fn linear_backward(
 }
 
 /// LayerNorm: (x − mean) / √(variance + ε) · w + b. RMSNorm: x / √(mean of x² + ε) · w.
-pub(super) fn norm(parameters: &Parameters, kind: NormKind, name: &str, input: &Matrix) -> Matrix {
+pub(super) fn norm(parameters: &Parameters, model: &ModelSpec, name: &str, input: &Matrix) -> Matrix {
     let weight = &parameters[&format!("{name}.weight")];
     let mut output = Matrix::zeros(input.rows(), input.columns);
     for row in 0..input.rows() {
-        let (normalised, _) = normalise(kind, input.row(row));
+        let (normalised, _) = normalise(model, input.row(row));
         for (index, value) in normalised.iter().enumerate() {
             output.row_mut(row)[index] = value * weight[index];
         }
-        if kind == NormKind::LayerNorm {
+        if model.norm == NormKind::LayerNorm {
             accumulate(output.row_mut(row), &parameters[&format!("{name}.bias")]);
         }
     }
@@ -136,7 +133,7 @@ pub(super) fn norm(parameters: &Parameters, kind: NormKind, name: &str, input: &
 pub(super) fn norm_backward(
     parameters: &Parameters,
     gradients: &mut Parameters,
-    kind: NormKind,
+    model: &ModelSpec,
     name: &str,
     input: &Matrix,
     output_gradient: &Matrix,
@@ -144,14 +141,14 @@ pub(super) fn norm_backward(
     let weight = &parameters[&format!("{name}.weight")];
     let mut input_gradient = Matrix::zeros(input.rows(), input.columns);
     for row in 0..input.rows() {
-        let (normalised, deviation) = normalise(kind, input.row(row));
+        let (normalised, deviation) = normalise(model, input.row(row));
         let upstream = output_gradient.row(row);
         accumulate(gradient_of(gradients, &format!("{name}.weight")), &products(upstream, &normalised));
-        if kind == NormKind::LayerNorm {
+        if model.norm == NormKind::LayerNorm {
             accumulate(gradient_of(gradients, &format!("{name}.bias")), upstream);
         }
         let inner = products(upstream, weight);
-        let centre = match kind {
+        let centre = match model.norm {
             NormKind::LayerNorm => mean(&inner),
             NormKind::RmsNorm => 0.0,
         };
@@ -164,13 +161,13 @@ pub(super) fn norm_backward(
 }
 
 /// The normalised row and the deviation that it was divided by.
-fn normalise(kind: NormKind, row: &[f64]) -> (Vec<f64>, f64) {
-    let centre = match kind {
+fn normalise(model: &ModelSpec, row: &[f64]) -> (Vec<f64>, f64) {
+    let centre = match model.norm {
         NormKind::LayerNorm => mean(row),
         NormKind::RmsNorm => 0.0,
     };
     let centred: Vec<f64> = row.iter().map(|value| value - centre).collect();
-    let deviation = (mean(&products(&centred, &centred)) + NORM_EPSILON).sqrt();
+    let deviation = (mean(&products(&centred, &centred)) + model.norm_epsilon).sqrt();
     (centred.iter().map(|value| value / deviation).collect(), deviation)
 }
 

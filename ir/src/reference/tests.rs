@@ -21,8 +21,10 @@ fn gpt2_like() -> ModelSpec {
         attention: Attention::MultiHead { num_attention_heads: 4, num_key_value_heads: None, head_dim: None },
         feed_forward: FeedForward::Gelu { intermediate_size: 20 },
         norm: NormKind::LayerNorm,
+        norm_epsilon: 1e-5,
         bias: Bias::All,
         position: Position::Learned,
+        rotary_base: 10_000.0,
         vocabulary: Vocabulary { size: 13, padded: Some(16) },
         embedding_norm: false,
         tied_embedding: true,
@@ -31,6 +33,7 @@ fn gpt2_like() -> ModelSpec {
         global_batch: None,
         dtype: DType::FP32,
         published_parameters: None,
+        deviations: Vec::new(),
     }
 }
 
@@ -53,8 +56,10 @@ fn llama_like() -> ModelSpec {
         attention: Attention::MultiHead { num_attention_heads: 4, num_key_value_heads: Some(2), head_dim: Some(6) },
         feed_forward: FeedForward::SwiGlu { intermediate_size: 20 },
         norm: NormKind::RmsNorm,
+        norm_epsilon: 1e-3,
         bias: Bias::None,
         position: Position::Rotary,
+        rotary_base: 300.0,
         tied_embedding: false,
         ..gpt2_like()
     }

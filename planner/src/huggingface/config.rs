@@ -1,11 +1,13 @@
 //! Reading the fields of a `config.json`, with every problem noted on the way.
 
 use ir::error::{Error, Problem};
-use ir::model::{DType, Vocabulary};
+use ir::model::{DType, Deviation, Vocabulary};
 use serde_json::{Map, Value};
 
 /// Longest name taken from `_name_or_path`; leaves room for an extension in a file name.
 const NAME_LIMIT: usize = 100;
+/// Window of Mistral's and Qwen2's files without one (transformers, `sliding_window`).
+const DEFAULT_WINDOW: u64 = 4096;
 /// Longest part of a wrong value that a message repeats.
 const SHOWN_LIMIT: usize = 40;
 
@@ -19,6 +21,12 @@ pub(super) struct Config<'a> {
     /// Fields of `ModelSpec` and the fields of the file that they were read from.
     pub(super) names: Vec<(&'static str, &'static str)>,
     pub(super) problems: Vec<Problem>,
+}
+
+/// What a file says of rotary embedding.
+pub(super) struct Rotary {
+    pub(super) base: f64,
+    pub(super) deviations: Vec<Deviation>,
 }
 
 impl<'a> Config<'a> {
@@ -64,6 +72,69 @@ impl<'a> Config<'a> {
         self.optional_size(field, &[name])
     }
 
+    /// A number that need not be whole.
+    pub(super) fn number(&mut self, field: &'static str, names: &[&'static str], default: f64) -> f64 {
+        let Some((name, value)) = self.find(names) else { return default };
+        self.names.push((field, name));
+        self.float(name, value)
+    }
+
+    fn float(&mut self, name: &str, value: &Value) -> f64 {
+        value.as_f64().unwrap_or_else(|| {
+            self.add(format!("{name} is {}, not a number", shown(value)), name, "give a number without quotes");
+            1.0
+        })
+    }
+
+    /// Rotary embedding: `rope_theta` and `rope_scaling`, or `rope_parameters` since transformers 5.
+    pub(super) fn rotary(&mut self, default_base: f64) -> Rotary {
+        let mut rotary =
+            Rotary { base: self.number("rotary_base", &["rope_theta"], default_base), deviations: Vec::new() };
+        for name in ["rope_scaling", "rope_parameters"] {
+            let Some((_, value)) = self.find(&[name]) else { continue };
+            let Some(fields) = value.as_object() else {
+                self.add(format!("{name} is {}", shown(value)), name, "give an object, or leave the field out");
+                continue;
+            };
+            if let Some(base) = fields.get("rope_theta").filter(|base| !base.is_null()) {
+                self.names.push(("rotary_base", "rope_theta"));
+                rotary.base = self.float("rope_theta", base);
+            }
+            let kind = fields.get("rope_type").or_else(|| fields.get("type"));
+            if kind.is_none_or(|kind| kind != "default") && !(kind.is_none() && name == "rope_parameters") {
+                rotary.deviations.push(Deviation::RotaryScaling);
+            }
+            if fields.get("partial_rotary_factor").is_some_and(is_partial) {
+                rotary.deviations.push(Deviation::PartialRotary);
+            }
+        }
+        if self.find(&["partial_rotary_factor"]).is_some_and(|(_, factor)| is_partial(factor)) {
+            rotary.deviations.push(Deviation::PartialRotary);
+        }
+        rotary.deviations.sort_unstable();
+        rotary.deviations.dedup();
+        rotary
+    }
+
+    /// Whether queries of some layers see fewer positions than the longest sequence has.
+    ///
+    /// Qwen2's file switches windows on by `use_sliding_window`, from layer `max_window_layers` on; those of
+    /// Mistral and Mixtral have one where `sliding_window` is not null; other models have none.
+    pub(super) fn has_window(&mut self) -> bool {
+        let (switched_on, default_window) = match self.model_type {
+            "qwen2" => (self.flag("use_sliding_window", false), Some(DEFAULT_WINDOW)),
+            "mistral" => (true, Some(DEFAULT_WINDOW)),
+            "mixtral" => (true, None),
+            _ => (false, None),
+        };
+        let whole = |name: &str| self.fields.get(name).and_then(Value::as_u64);
+        let window = self.fields.get("sliding_window").map_or(default_window, Value::as_u64);
+        let longest = whole("max_position_embeddings").unwrap_or(u64::MAX);
+        let layers = whole("num_hidden_layers").unwrap_or(u64::MAX);
+        let somewhere = self.model_type != "qwen2" || whole("max_window_layers").unwrap_or(0) < layers;
+        switched_on && somewhere && window.is_some_and(|window| window < longest)
+    }
+
     pub(super) fn missing(&mut self, names: &[&'static str]) -> u64 {
         let names = names.join(" or ");
         let help = format!("add it; transformers writes it for every model_type {}", self.model_type);
@@ -88,7 +159,7 @@ impl<'a> Config<'a> {
     /// The activation, where it is named; the default of each model type can be represented.
     pub(super) fn check_activation(&mut self, name: &'static str, accepted: &[&str]) {
         let Some((_, value)) = self.find(&[name]) else { return };
-        if !value.as_str().is_some_and(|given| accepted.contains(&given)) {
+        if !is_one_of(value, accepted) {
             let help = format!("layers of model_type {} can have {}", self.model_type, accepted.join(", "));
             self.add(format!("{name} {} cannot be represented", shown(value)), name, help);
         }
@@ -147,6 +218,15 @@ impl<'a> Config<'a> {
         };
         Some(Problem::new(what, location(name), problem.help.clone()))
     }
+}
+
+fn is_partial(factor: &Value) -> bool {
+    !factor.is_null() && factor.as_f64() != Some(1.0)
+}
+
+/// Whether a value is one of some names.
+pub(super) fn is_one_of(value: &Value, names: &[&str]) -> bool {
+    value.as_str().is_some_and(|given| names.contains(&given))
 }
 
 /// A value as JSON writes it, cut to a length that a message can hold.
