@@ -3,6 +3,8 @@
 //! The operators that execute a program are not part of this version: reading a plan ends with the reason
 //! why it is not run.
 
+pub mod random;
+
 use std::path::Path;
 
 use hardware_profiles::files::{PLAN_LIMIT, read_text};
