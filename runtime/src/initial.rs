@@ -288,7 +288,8 @@ mod tests {
         let whole = Distribution::REPLICATED;
         let heads = sharded(Place::Sharded(KeyValueHeads), Place::Sharded(QueriesPerKeyValue));
         let query_shape = [(Hidden, 5), (KeyValueHeads, 4), (QueriesPerKeyValue, 6), (HeadDim, 3)];
-        let rows: [(&str, &[(DimName, u64)], Distribution); 6] = [
+        type Row<'a> = (&'a str, &'a [(DimName, u64)], Distribution);
+        let rows: [Row; 6] = [
             ("attention.query.weight", &query_shape, heads),
             ("attention.output.weight", &[query_shape[1], query_shape[2], query_shape[3], query_shape[0]], heads),
             ("feed_forward.up.weight", &[(Hidden, 7), (Intermediate, 24)], split(Intermediate)),

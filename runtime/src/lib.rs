@@ -3,6 +3,7 @@
 //! The operators that execute a program are not part of this version: reading a plan ends with the reason
 //! why it is not run.
 
+pub mod data;
 pub mod initial;
 pub mod random;
 

@@ -95,14 +95,9 @@ impl Stream {
 
     /// Elements `WORDS · block` to `WORDS · block + CHUNK` − 1 as random bits.
     fn chunk(&self, block: u64) -> [u32; CHUNK] {
-        let mut counter = [[0; BLOCKS]; 4];
-        for lane in 0..BLOCKS {
-            let block = block.wrapping_add(lane as u64);
-            counter[0][lane] = block as u32;
-            counter[1][lane] = (block >> 32) as u32;
-        }
-        counter[2] = [self.counter_high[0]; BLOCKS];
-        counter[3] = [self.counter_high[1]; BLOCKS];
+        let blocks: [u64; BLOCKS] = std::array::from_fn(|lane| block.wrapping_add(lane as u64));
+        let [high, higher] = self.counter_high.map(|word| [word; BLOCKS]);
+        let counter = [blocks.map(|block| block as u32), blocks.map(|block| (block >> 32) as u32), high, higher];
         let words = rounds(counter, self.key);
         let mut chunk = [0; CHUNK];
         for lane in 0..BLOCKS {
@@ -214,12 +209,12 @@ mod tests {
             fill_normal(stream, &region, 0..length, 0.5, &mut filled[0]);
             fill_uniform(stream, &region, 0..length, &mut filled[1]);
             fill_dropout(stream, &region, 0..length, 0.25, &mut filled[2]);
-            for at in 0..length as usize {
-                let index = start + at as u64;
-                assert_eq!(filled[0][at].to_bits(), (stream.normal(index) * 0.5).to_bits(), "{lead} {length} {at}");
-                assert_eq!(filled[1][at].to_bits(), stream.uniform(index).to_bits(), "{lead} {length} {at}");
+            let [normal, uniform, dropout] = filled;
+            for (((index, normal), uniform), dropout) in (start..).zip(normal).zip(uniform).zip(dropout) {
+                assert_eq!(normal.to_bits(), (stream.normal(index) * 0.5).to_bits(), "{lead} {length} {index}");
+                assert_eq!(uniform.to_bits(), stream.uniform(index).to_bits(), "{lead} {length} {index}");
                 let kept = if stream.word(index) >= 1 << 30 { 4.0 / 3.0 } else { 0.0 };
-                assert_eq!(filled[2][at], kept, "{lead} {length} {at}");
+                assert_eq!(dropout, kept, "{lead} {length} {index}");
             }
         }
     }
