@@ -6,6 +6,7 @@
 pub mod data;
 pub mod initial;
 pub mod random;
+pub mod train;
 
 use std::path::Path;
 
