@@ -5,6 +5,7 @@
 
 pub mod data;
 pub mod initial;
+pub mod log;
 pub mod random;
 pub mod train;
 
