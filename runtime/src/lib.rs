@@ -8,6 +8,8 @@ pub mod initial;
 pub mod log;
 pub mod random;
 pub mod train;
+pub mod communicator;
+pub mod launch;
 
 use std::path::Path;
 

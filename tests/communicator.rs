@@ -1,0 +1,378 @@
+//! Operations of the communicator against loops over all ranks, over shared memory and TCP, and what they move.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use half::bf16;
+use ir::mesh::Rank;
+use ir::program::Direction;
+use runtime::communicator::{
+    Element, Error, Group, Operation, Options, Reduction, Traffic, Transport, World, part, run_ranks,
+};
+
+/// Message lengths: empty, one element, odd, around a chunk of 64 KiB, larger than all queues between two ranks.
+const LENGTHS: [usize; 7] = [0, 1, 7, 1000, 16_384, 16_385, 300_007];
+const SIZES: [u64; 5] = [1, 2, 3, 4, 8];
+
+/// How the ranks of a test are connected: ranks as if on so many hosts, and the transport on a host.
+const SHARED: (u64, Transport) = (1, Transport::Automatic);
+const TCP: (u64, Transport) = (1, Transport::Tcp);
+const TWO_HOSTS: (u64, Transport) = (2, Transport::Automatic);
+
+/// Runs ranks and gives their results; a panic of a rank is one of the test.
+fn on_ranks<R: Send>(size: u64, connection: (u64, Transport), run: impl Fn(&World, &Group) -> R + Sync) -> Vec<R> {
+    let options = Options { timeout: Duration::from_secs(20), transport: connection.1 };
+    let results = run_ranks(size, connection.0.min(size), options, |world| {
+        let world = world.expect("all ranks come");
+        let all = world.group(&(0..size).map(Rank).collect::<Vec<_>>());
+        let result = run(&world, &all);
+        world.finish().expect("all ranks finish");
+        result
+    });
+    let results = results.expect("a port is free").into_iter();
+    results.map(|result| result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+}
+
+/// An element that differs between ranks and places, and whose sums depend on their order.
+fn value(rank: u64, place: usize) -> f32 {
+    let mixed = (rank as usize + 1) * 7919 + place * 104_729;
+    ((mixed % 2003) as f32 - 1001.0) * (1.0 + (mixed % 7) as f32 * 1e-3)
+}
+
+fn message<T: Element>(rank: u64, length: usize, from: fn(f32) -> T) -> Vec<T> {
+    (0..length).map(|place| from(value(rank, place))).collect()
+}
+
+/// The reduction of all ranks' messages, in the order of ranks, rounded once.
+fn expected<T: Element>(size: u64, length: usize, from: fn(f32) -> T, max: bool) -> Vec<T> {
+    let wide = |rank| {
+        let mut wide = vec![T::Wide::default(); length];
+        T::widen(&message(rank, length, from), &mut wide);
+        wide
+    };
+    let mut total = wide(0);
+    for rank in 1..size {
+        for (a, b) in total.iter_mut().zip(wide(rank)) {
+            match max {
+                true => *a = if b > *a { b } else { *a },
+                false => *a += b,
+            }
+        }
+    }
+    let mut result = message(0, length, from);
+    T::narrow(&total, &mut result);
+    result
+}
+
+fn check_reductions<T: Element>(connection: (u64, Transport), from: fn(f32) -> T) {
+    for size in SIZES {
+        on_ranks(size, connection, |world, all| {
+            for length in LENGTHS {
+                for (reduction, max) in [(Reduction::Sum, false), (Reduction::Max, true)] {
+                    let expected = expected(size, length, from, max);
+                    let mut data = message(world.rank().0, length, from);
+                    all.all_reduce(reduction, &mut data).expect("all ranks come");
+                    let same = bytemuck::cast_slice::<T, u8>(&data) == bytemuck::cast_slice::<T, u8>(&expected);
+                    assert!(same, "all_reduce {reduction:?} of {length} over {size}");
+                    let own = message(world.rank().0, length, from);
+                    let mut data = own.clone();
+                    all.reduce_scatter(reduction, &mut data).expect("all ranks come");
+                    let part = all.part(length);
+                    let mut scattered = own;
+                    scattered[part.clone()].copy_from_slice(&expected[part]);
+                    let same = bytemuck::cast_slice::<T, u8>(&data) == bytemuck::cast_slice::<T, u8>(&scattered);
+                    assert!(same, "reduce_scatter {reduction:?} of {length} over {size}");
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn reductions_over_shared_memory() {
+    check_reductions::<f32>(SHARED, |x| x);
+    check_reductions::<bf16>(SHARED, bf16::from_f32);
+    check_reductions::<f64>(SHARED, f64::from);
+}
+
+#[test]
+fn reductions_over_tcp() {
+    check_reductions::<f32>(TCP, |x| x);
+    check_reductions::<bf16>(TWO_HOSTS, bf16::from_f32);
+}
+
+fn check_movements(connection: (u64, Transport)) {
+    for size in SIZES {
+        on_ranks(size, connection, |world, all| {
+            let rank = world.rank().0;
+            for length in LENGTHS {
+                let mut data = vec![0_u16; length];
+                let own = all.part(length);
+                own.clone().for_each(|place| data[place] = (place * 31) as u16);
+                all.all_gather(&mut data).expect("all ranks come");
+                assert!(data.iter().zip(0..).all(|(found, place): (&u16, usize)| *found == (place * 31) as u16));
+
+                let root = length % size as usize;
+                let mut data = message::<f32>(rank, length, |x| x);
+                all.broadcast(root, &mut data).expect("all ranks come");
+                assert_eq!(data, message::<f32>(root as u64, length, |x| x));
+
+                let equal = length - length % size as usize;
+                let result = all.all_to_all(&message::<f32>(rank, equal, |x| x)).expect("all ranks come");
+                for from in 0..size {
+                    let (theirs, mine) = (part(equal, from as usize, size as usize), all.part(equal));
+                    assert_eq!(result[theirs], message::<f32>(from, equal, |x| x)[mine]);
+                }
+                all.barrier().expect("all ranks come");
+            }
+        });
+    }
+}
+
+#[test]
+fn movements_over_shared_memory() {
+    check_movements(SHARED);
+}
+
+#[test]
+fn movements_over_tcp() {
+    check_movements(TCP);
+    check_movements(TWO_HOSTS);
+}
+
+#[test]
+fn messages_between_stages_arrive_in_order_and_senders_do_not_wait() {
+    for connection in [SHARED, TCP] {
+        on_ranks(3, connection, |world, all| {
+            let (rank, next, before) = (world.rank().0, Rank((world.rank().0 + 1) % 3), Rank((world.rank().0 + 2) % 3));
+            // All send much more than fits into the queues before anyone receives.
+            for message in 0..20_u32 {
+                world.send(next, Direction::Activation, vec![message + 100 * rank as u32; 50_000]).expect("goes on");
+                world.send(before, Direction::Gradient, vec![f32::from(message as u16); 3]).expect("goes on");
+            }
+            all.barrier().expect("all ranks come");
+            for message in 0..20_u32 {
+                let mut gradient = [0.0_f32; 3];
+                world.recv(next, Direction::Gradient, &mut gradient).expect("it was sent");
+                assert_eq!(gradient, [f32::from(message as u16); 3]);
+                let activation = world.start_recv::<u32>(before, Direction::Activation, 50_000);
+                assert_eq!(activation.wait().expect("it was sent"), vec![message + 100 * before.0 as u32; 50_000]);
+            }
+        });
+    }
+}
+
+/// Bytes by operation, over all ranks.
+fn sum_traffic(traffic: Vec<Vec<Traffic>>) -> BTreeMap<Operation, u64> {
+    let mut sums = BTreeMap::new();
+    for Traffic { operation, bytes, .. } in traffic.into_iter().flatten() {
+        *sums.entry(operation).or_insert(0) += bytes;
+    }
+    sums
+}
+
+#[test]
+fn bytes_are_those_of_the_definition() {
+    for connection in [SHARED, TCP, TWO_HOSTS] {
+        for size in SIZES {
+            for length in LENGTHS {
+                let length = length - length % size as usize;
+                let traffic = on_ranks(size, connection, |world, all| {
+                    let mut data = message::<f32>(world.rank().0, length, |x| x);
+                    all.all_reduce(Reduction::Sum, &mut data).expect("all ranks come");
+                    all.reduce_scatter(Reduction::Sum, &mut data).expect("all ranks come");
+                    all.all_gather(&mut data).expect("all ranks come");
+                    all.broadcast(0, &mut data).expect("all ranks come");
+                    all.all_to_all(&data).expect("all ranks come");
+                    if size > 1 && world.rank().0 == 1 {
+                        world.send(Rank(0), Direction::Gradient, data.clone()).expect("goes on");
+                    }
+                    if size > 1 && world.rank().0 == 0 {
+                        world.recv(Rank(1), Direction::Gradient, &mut data).expect("it was sent");
+                    }
+                    all.barrier().expect("all ranks come");
+                    world.traffic()
+                });
+                let message = 4 * length as u64;
+                let expected = [
+                    (Operation::AllReduce, 2 * (size - 1) * message),
+                    (Operation::ReduceScatter, (size - 1) * message),
+                    (Operation::AllGather, (size - 1) * message),
+                    (Operation::AllToAll, (size - 1) * message),
+                    (Operation::Broadcast, (size - 1) * message),
+                    (Operation::Send, if size > 1 { message } else { 0 }),
+                ];
+                let expected: BTreeMap<_, _> = expected.into_iter().filter(|(_, bytes)| *bytes > 0).collect();
+                assert_eq!(sum_traffic(traffic), expected, "{length} over {size}, {connection:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn uneven_parts_move_as_many_bytes() {
+    let traffic = on_ranks(4, SHARED, |world, all| {
+        let mut data = message::<bf16>(world.rank().0, 100_001, bf16::from_f32);
+        all.all_reduce(Reduction::Sum, &mut data).expect("all ranks come");
+        world.traffic()
+    });
+    assert_eq!(sum_traffic(traffic), BTreeMap::from([(Operation::AllReduce, 2 * 3 * 2 * 100_001)]));
+}
+
+#[test]
+fn started_operations_of_groups_run_beside_one_another() {
+    for connection in [SHARED, TCP] {
+        on_ranks(4, connection, |world, all| {
+            let rank = world.rank().0;
+            let rows = world.group(&[Rank(rank / 2 * 2), Rank(rank / 2 * 2 + 1)]);
+            let columns = world.group(&[Rank(rank % 2), Rank(rank % 2 + 2)]);
+            for round in 0..5 {
+                let data = message::<f32>(rank, 200_001, |x| x);
+                // Ranks start the groups in different orders; each group's own order is the same on all.
+                let start_row = || rows.start_all_reduce(Reduction::Sum, data.clone());
+                let start_column = || columns.start_reduce_scatter(Reduction::Sum, data.clone());
+                let (row, column) = match (rank + round) % 2 {
+                    0 => (start_row(), start_column()),
+                    _ => {
+                        let column = start_column();
+                        (start_row(), column)
+                    }
+                };
+                let gathered = columns.start_all_gather(message::<f32>(7, 1000, |x| x));
+                let mut blocking = data.clone();
+                all.all_reduce(Reduction::Max, &mut blocking).expect("all ranks come");
+                let (row, column) = (row.wait().expect("all come"), column.wait().expect("all come"));
+                assert_eq!(gathered.wait().expect("all come"), message::<f32>(7, 1000, |x| x));
+                // A blocking operation of a group comes after those that were started.
+                let later = rows.start_broadcast(0, vec![rank]);
+                let mut last = [rank];
+                rows.broadcast(1, &mut last).expect("all come");
+                assert_eq!((later.wait().expect("all come"), last), (vec![rank / 2 * 2], [rank / 2 * 2 + 1]));
+                let sum = |ranks: [u64; 2], place: usize| value(ranks[0], place) + value(ranks[1], place);
+                let (in_row, in_column) = ([rank / 2 * 2, rank / 2 * 2 + 1], [rank % 2, rank % 2 + 2]);
+                assert!((0..data.len()).all(|place| row[place] == sum(in_row, place)));
+                assert!(columns.part(data.len()).all(|place| column[place] == sum(in_column, place)));
+            }
+        });
+    }
+}
+
+#[test]
+fn other_operations_are_named_on_both_sides() {
+    for connection in [SHARED, TCP] {
+        let options = Options { timeout: Duration::from_secs(20), transport: connection.1 };
+        let results = run_ranks(3, 1, options, |world| {
+            let world = world.expect("all ranks come");
+            let all = world.group(&[Rank(0), Rank(1), Rank(2)]);
+            let length = if world.rank() == Rank(2) { 9 } else { 8 };
+            all.all_reduce(Reduction::Sum, &mut vec![1.0_f32; length]).expect_err("lengths differ").to_string()
+        });
+        for message in results.expect("a port is free").into_iter().map(|result| result.expect("no panic")) {
+            assert!(
+                message.contains("all_reduce 1 on 32 bytes") && message.contains("all_reduce 1 on 36 bytes"),
+                "{message}"
+            );
+        }
+    }
+}
+
+#[test]
+fn an_abort_a_panic_and_a_timeout_end_all_waits() {
+    type Fault = fn(&World) -> String;
+    let panics: Fault = |_| panic!("as the test wants");
+    let aborts: Fault = |world| world.abort("no data left").to_string();
+    let waits: Fault = |world| {
+        while world.check().is_ok() {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        world.check().expect_err("the others gave up").to_string()
+    };
+    for (fault, expected) in
+        [(panics, "rank 2 panicked"), (aborts, "rank 2 gave up: no data left"), (waits, "rank 2 is alive but")]
+    {
+        for connection in [SHARED, TCP, TWO_HOSTS] {
+            let options = Options { timeout: Duration::from_secs(2), transport: connection.1 };
+            let results = run_ranks(4, connection.0, options, |world| {
+                let world = world.expect("all ranks come");
+                let all = world.group(&(0..4).map(Rank).collect::<Vec<_>>());
+                all.barrier().expect("all ranks come");
+                world.report(format_args!("forward of layer 3, rank {}", world.rank().0));
+                if world.rank() == Rank(2) {
+                    return fault(&world);
+                }
+                // Rank 3 waits for rank 2, rank 0 for rank 3, rank 1 for all: rank 2 is to be named.
+                let error = match world.rank().0 {
+                    3 => world.recv(Rank(2), Direction::Activation, &mut [0.0_f32]),
+                    0 => world.recv(Rank(3), Direction::Activation, &mut [0.0_f32]),
+                    _ => all.start_all_reduce(Reduction::Sum, vec![0.0_f32; 100_000]).wait().map(drop),
+                };
+                error.expect_err("rank 2 does not come").to_string()
+            });
+            let results = results.expect("a port is free");
+            assert_eq!(results[2].is_err(), expected.contains("panicked"));
+            for message in results.into_iter().flatten() {
+                assert!(message.contains(expected), "{connection:?}: {message}");
+                assert!(message.contains("last instruction: forward of layer 3, rank 2"), "{connection:?}: {message}");
+                assert!(message.contains("barrier 1 of ranks 0, 1, 2, 3"), "{connection:?}: {message}");
+            }
+        }
+    }
+}
+
+#[test]
+fn ranks_of_different_runs_are_refused_on_all_ranks() {
+    use runtime::launch::local::reserve_port;
+    use runtime::launch::{Address, Launch};
+    // World sizes and plan hashes of ranks 0, 1, 2, and what all of them say.
+    let rows = [
+        ([3, 3, 3], ["a", "a", "b"], "rank 0 has plan hash a, rank 2 has b"),
+        ([2, 3, 3], ["a", "a", "a"], "rank 0 has world size 2, rank 1 has 3"),
+        ([3, 3, 2], ["a", "a", "a"], "rank 0 has world size 3, rank 2 has 2"),
+    ];
+    for (sizes, hashes, expected) in rows {
+        let port = reserve_port().expect("a port is free");
+        let launch = |rank: usize| Launch {
+            rank: Rank(rank as u64),
+            world_size: sizes[rank],
+            local_rank: 0,
+            local_size: 1,
+            node: None,
+            address: Address { host: "127.0.0.1".to_owned(), port: port.port },
+        };
+        let connect = |rank| World::connect(&launch(rank), hashes[rank], Options::default()).map(drop);
+        let connect = &connect;
+        let errors: Vec<Error> = std::thread::scope(|scope| {
+            let ranks: Vec<_> = (0..3).map(|rank| scope.spawn(move || connect(rank))).collect();
+            ranks.into_iter().map(|rank| rank.join().expect("no panic").expect_err("they differ")).collect()
+        });
+        for error in errors {
+            let Error::BadInput(problems) = &error else { panic!("{error}") };
+            assert!(problems.iter().any(|problem| problem.what == expected), "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_never_comes_is_named() {
+    use runtime::launch::local::reserve_port;
+    use runtime::launch::{Address, Launch};
+    let port = reserve_port().expect("a port is free");
+    let launch = |rank| Launch {
+        rank: Rank(rank),
+        world_size: 3,
+        local_rank: rank,
+        local_size: 3,
+        node: None,
+        address: Address { host: "127.0.0.1".to_owned(), port: port.port },
+    };
+    let options = Options { timeout: Duration::from_secs(1), ..Options::default() };
+    let connect = |rank| World::connect(&launch(rank), "a", options).map(drop).expect_err("rank 1 is missing");
+    let connect = &connect;
+    let errors: Vec<String> = std::thread::scope(|scope| {
+        let ranks: Vec<_> = [0, 2].map(|rank| scope.spawn(move || connect(rank).to_string())).into_iter().collect();
+        ranks.into_iter().map(|rank| rank.join().expect("no panic")).collect()
+    });
+    for error in errors {
+        assert!(error.contains("rank 1 never came"), "{error}");
+    }
+}
