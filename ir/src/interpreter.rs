@@ -17,6 +17,7 @@ use crate::plan::Plan;
 use crate::program::{ParameterRef, Program};
 
 pub use array::Array;
+pub use operator::{Result as OperatorResult, apply as apply_operator};
 pub use update::Optimizer;
 
 use stage::Stage;

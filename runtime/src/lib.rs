@@ -3,13 +3,15 @@
 //! The operators that execute a program are not part of this version: reading a plan ends with the reason
 //! why it is not run.
 
+pub mod communicator;
 pub mod data;
 pub mod initial;
-pub mod log;
-pub mod random;
-pub mod train;
-pub mod communicator;
 pub mod launch;
+pub mod log;
+pub mod operators;
+pub mod random;
+pub mod tensor;
+pub mod train;
 
 use std::path::Path;
 
