@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use crate::distribution::{Distribution, Place, SplitAxis};
-use crate::graph::{Dim, Extent};
+use crate::graph::{Dim, DimName, Extent};
 use crate::model::DType;
 use crate::placement::Placement;
 use crate::plan::{Plan, Stage};
@@ -142,8 +142,8 @@ fn live_through(
     peak
 }
 
-/// Whether a value's only use is to be added to a gradient directly after it is computed.
-fn is_accumulated_at_once(value: ValueId, after: &[Instruction]) -> bool {
+/// Whether a value's only use, in the instructions behind the one that writes it, is to be added to a gradient directly after it is computed.
+pub fn is_accumulated_at_once(value: ValueId, after: &[Instruction]) -> bool {
     let mut uses = after.iter().filter(|instruction| !matches!(instruction, Instruction::Free(_)));
     let added = matches!(uses.next(), Some(Instruction::Accumulate(_, sum)) if *sum == value);
     added && uses.all(|instruction| !instruction.reads().contains(&value))
@@ -156,20 +156,30 @@ struct LocalSizes<'a> {
 }
 
 impl LocalSizes<'_> {
-    /// Elements that one rank holds.
-    fn elements(&self, shape: &[Dim], distribution: Distribution) -> u64 {
+    /// Extents that one rank holds, `Place::Flat` apart.
+    fn dims(&self, shape: &[Dim], distribution: Distribution) -> impl Iterator<Item = (DimName, u64)> {
         let whole = |dim: &Dim| match dim.extent {
             Extent::MicroBatch => self.plan.strategy.micro_batch * self.plan.strategy.data_parallel,
             Extent::Sequence => self.plan.workload.sequence_length,
             Extent::Fixed(size) => size,
         };
-        let local = |dim: &Dim| whole(dim) / self.placement.ways(dim.name, distribution);
-        let elements = shape.iter().map(local).fold(1, u64::saturating_mul);
+        shape.iter().map(move |dim| (dim.name, whole(dim) / self.placement.ways(dim.name, distribution)))
+    }
+
+    /// Elements that one rank holds.
+    fn elements(&self, shape: &[Dim], distribution: Distribution) -> u64 {
+        let elements = self.dims(shape, distribution).map(|(_, extent)| extent).fold(1, u64::saturating_mul);
         match distribution.data {
             Place::Flat => elements.div_ceil(self.plan.strategy.data_parallel),
             _ => elements,
         }
     }
+}
+
+/// Dims of a value as one rank of a plan holds them, `Place::Flat` apart.
+pub fn local_dims(plan: &Plan, split: TensorSplit, shape: &[Dim], distribution: Distribution) -> Vec<(DimName, usize)> {
+    let sizes = LocalSizes { plan, placement: Placement { split, strategy: &plan.strategy } };
+    sizes.dims(shape, distribution).map(|(name, extent)| (name, extent as usize)).collect()
 }
 
 /// Elements of a value, or of a parameter's part, that one rank of a plan holds.

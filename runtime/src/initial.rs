@@ -13,7 +13,7 @@ use ir::program::{Parameter, ParameterRef, Program};
 use crate::random::{Region, Span, Stream, fill_normal};
 
 /// Name of the token embedding in its body; a tied head has the embedding's values.
-const TOKEN_EMBEDDING: &str = "embedding.token";
+pub const TOKEN_EMBEDDING: &str = "embedding.token";
 
 /// Parameters that write into the residual stream.
 const OUTPUT_PROJECTIONS: [&str; 4] =

@@ -5,10 +5,12 @@
 
 pub mod communicator;
 pub mod data;
+pub mod executor;
 pub mod initial;
 pub mod launch;
 pub mod log;
 pub mod operators;
+pub mod place;
 pub mod random;
 pub mod tensor;
 pub mod train;
@@ -27,6 +29,19 @@ pub enum Error {
     BadInput(Vec<Problem>),
     /// The plan breaks a rule.
     Verification(Vec<Problem>),
+    /// A rank or link was lost.
+    Lost(communicator::Loss),
+    /// Loss or gradient norm are no numbers.
+    Numerical(Problem),
+}
+
+impl From<communicator::Error> for Error {
+    fn from(error: communicator::Error) -> Error {
+        match error {
+            communicator::Error::BadInput(problems) => Error::BadInput(problems),
+            communicator::Error::Lost(loss) => Error::Lost(loss),
+        }
+    }
 }
 
 /// Reads and verifies a plan, and says why it is not run.

@@ -20,6 +20,11 @@ fn main() -> ExitCode {
         Ok(_) => return ExitCode::SUCCESS,
         Err(Error::BadInput(problems)) => (problems, 2),
         Err(Error::Verification(problems)) => (problems, 3),
+        Err(Error::Lost(loss)) => {
+            eprintln!("error: {loss}");
+            return ExitCode::from(4);
+        }
+        Err(Error::Numerical(problem)) => (vec![problem], 5),
     };
     problems.iter().for_each(|problem| eprintln!("{problem}"));
     ExitCode::from(code)

@@ -1,6 +1,6 @@
 //! A group of ranks and its operations.
 
-use std::ops::Range;
+use std::ops::{DerefMut, Range};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 
@@ -119,7 +119,10 @@ impl Group {
     }
 
     /// Starts an all_reduce and gives the buffer back when it is done.
-    pub fn start_all_reduce<T: Element>(&self, reduction: Reduction, mut data: Vec<T>) -> Pending<Vec<T>> {
+    pub fn start_all_reduce<T: Element, D>(&self, reduction: Reduction, mut data: D) -> Pending<D>
+    where
+        D: DerefMut<Target = [T]> + Send + 'static,
+    {
         self.start(Operation::AllReduce, move |wire| {
             let sent = reduce_over(wire, Operation::AllReduce, reduction, &mut data)?;
             Ok((data, sent))
@@ -127,7 +130,10 @@ impl Group {
     }
 
     /// Starts a reduce_scatter and gives the buffer back when it is done.
-    pub fn start_reduce_scatter<T: Element>(&self, reduction: Reduction, mut data: Vec<T>) -> Pending<Vec<T>> {
+    pub fn start_reduce_scatter<T: Element, D>(&self, reduction: Reduction, mut data: D) -> Pending<D>
+    where
+        D: DerefMut<Target = [T]> + Send + 'static,
+    {
         self.start(Operation::ReduceScatter, move |wire| {
             let sent = reduce_over(wire, Operation::ReduceScatter, reduction, &mut data)?;
             Ok((data, sent))
@@ -135,7 +141,10 @@ impl Group {
     }
 
     /// Starts an all_gather and gives the buffer back when it is done.
-    pub fn start_all_gather<T: Pod + Send>(&self, mut data: Vec<T>) -> Pending<Vec<T>> {
+    pub fn start_all_gather<T: Pod + Send, D>(&self, mut data: D) -> Pending<D>
+    where
+        D: DerefMut<Target = [T]> + Send + 'static,
+    {
         self.start(Operation::AllGather, move |wire| {
             let sent = all_gather(wire, Operation::AllGather, &mut data)?;
             Ok((data, sent))

@@ -1,0 +1,221 @@
+//! Executes one rank's program: passes of its stage, messages between stages, and the update.
+//!
+//! The program says what happens and in which order; nothing is decided here. What depends on the rank (local
+//! extents, offsets, peers, last uses) is resolved once, when the plan is read (`steps`).
+
+mod adamw;
+mod exchange;
+mod gradient;
+mod links;
+mod parameters;
+mod pass;
+mod steps;
+mod update;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use ir::mesh::Rank;
+use ir::plan::Plan;
+use ir::program::{Direction, Parameter, ParameterRef, Program, StageInstruction};
+use ir::schedule::{Pass, unroll};
+use ir::sharding::tensor_split;
+use ir::verify::stage_chain;
+
+use crate::Error;
+use crate::communicator::{Pending, World};
+use crate::place::RankPlace;
+use crate::tensor::{Memory, Tensor, Values, ValuesMut};
+
+use exchange::Singles;
+use links::Links;
+use parameters::{Parameters, make_parameters};
+use pass::Frame;
+use steps::{RankBody, resolve};
+
+pub use parameters::{Fill, Held};
+pub use update::{AdamW, Updated};
+
+/// Most passes of a stage in a step.
+const MOST_PASSES: usize = 1 << 24;
+
+/// Index data of a step on one replica, micro-batch by micro-batch.
+#[derive(Clone, Debug, Default)]
+pub struct MicroBatches {
+    /// Token ids, each `[micro_batch, sequence]`.
+    pub tokens: Vec<Vec<u32>>,
+    /// Ids of the next tokens.
+    pub targets: Vec<Vec<u32>>,
+    /// 0, 1, 2, …
+    pub positions: Vec<u32>,
+}
+
+/// One rank with its parameters and optimizer state.
+pub struct Executor<'a> {
+    plan: &'a Plan,
+    program: &'a Program,
+    world: &'a World,
+    /// Where the rank is.
+    pub place: RankPlace,
+    bodies: Vec<Arc<RankBody>>,
+    /// The tied use of the head and the embedding it stands for, where both are on this stage.
+    tied: Option<(ParameterRef, ParameterRef)>,
+    /// Parameters of the stage.
+    pub parameters: Parameters,
+    links: Links,
+    /// Memory of all tensors.
+    pub memory: Memory,
+    streams: BTreeMap<(Direction, u64), Tensor>,
+    frames: BTreeMap<(u32, u64, u64), Frame>,
+    /// Sums of gradients over replicas that have started.
+    reductions: BTreeMap<ParameterRef, Pending<Singles>>,
+    /// Sum of the losses of this rank's micro-batches.
+    loss: f64,
+    /// One over the tokens of the step's global batch.
+    seed: f64,
+    /// Optimizer steps taken.
+    pub steps: u64,
+}
+
+impl<'a> Executor<'a> {
+    /// Prepares a rank. `plan` must be verified and hold a program; `decays` says whether weight decay applies to a
+    /// parameter, `fill` where its numbers come from.
+    ///
+    /// # Errors
+    /// Those of `fill`.
+    pub fn new(
+        plan: &'a Plan,
+        program: &'a Program,
+        world: &'a World,
+        decays: &dyn Fn(&str, &Parameter) -> bool,
+        fill: &mut Fill,
+    ) -> Result<Executor<'a>, Error> {
+        let strategy = &plan.strategy;
+        let split = tensor_split(&plan.model, strategy.tensor_parallel, strategy.sequence_parallel)
+            .expect("the verifier checks the split");
+        let place = RankPlace::of(plan, split, Rank(world.rank().0));
+        let memory = Memory::default();
+        let parameters = make_parameters(plan, program, &place, &memory, decays, fill)?;
+        let bodies = program.bodies.iter().map(|body| Arc::new(resolve(plan, split, body, &place))).collect();
+        Ok(Executor {
+            plan,
+            program,
+            world,
+            place,
+            bodies,
+            tied: tied_use(plan, program, place.stage),
+            parameters,
+            links: Links::new(world, &place),
+            memory,
+            streams: BTreeMap::new(),
+            frames: BTreeMap::new(),
+            reductions: BTreeMap::new(),
+            loss: 0.0,
+            seed: 0.0,
+            steps: 0,
+        })
+    }
+
+    /// Runs a training step with its update, unless loss or norm are no numbers.
+    ///
+    /// # Errors
+    /// A lost rank or link; `Error::Numerical` before the update if the loss or the norm is no number.
+    pub fn step(&mut self, input: &MicroBatches, adamw: &AdamW) -> Result<Updated, Error> {
+        let program = self.program;
+        self.run(&program.stages[self.place.stage].schedule, input)?;
+        self.update(input, adamw)
+    }
+
+    /// Runs the forward passes only; the mean loss, on every rank.
+    ///
+    /// # Errors
+    /// A lost rank or link.
+    pub fn evaluate(&mut self, input: &MicroBatches) -> Result<f64, Error> {
+        let program = self.program;
+        self.run(&program.stages[self.place.stage].evaluation, input)?;
+        self.frames.clear();
+        self.mean_loss(input)
+    }
+
+    fn run(&mut self, schedule: &[StageInstruction], input: &MicroBatches) -> Result<(), Error> {
+        self.loss = 0.0;
+        self.seed = 1.0 / self.tokens_of(input) as f64;
+        let passes = unroll(schedule, input.tokens.len() as u64, MOST_PASSES).expect("the verifier unrolls schedules");
+        for pass in passes {
+            self.world.report(format_args!("{pass:?}"));
+            match pass {
+                Pass::Receive(direction, batch) => self.receive(direction, batch)?,
+                Pass::Send(direction, batch) => self.send(direction, batch)?,
+                Pass::Forward(body, layer, batch) => self.forward(body, layer, batch, input)?,
+                Pass::Backward(body, layer, batch) => self.backward(body, layer, batch, input)?,
+                Pass::StartReduction(body, layer, parameters, conversion) => {
+                    self.start_reduction(body, layer, parameters, conversion);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Tokens of a step over all replicas.
+    fn tokens_of(&self, input: &MicroBatches) -> u64 {
+        let strategy = &self.plan.strategy;
+        let sequences = input.tokens.len() as u64 * strategy.micro_batch * strategy.data_parallel;
+        sequences * self.plan.workload.sequence_length
+    }
+
+    fn send(&mut self, direction: Direction, batch: u64) -> Result<(), Error> {
+        let tensor = self.streams.remove(&(direction, batch)).expect("the verifier follows streams");
+        let to = match direction {
+            Direction::Activation => self.links.next,
+            Direction::Gradient => self.links.previous,
+        };
+        let to = to.expect("the verifier checks neighbours");
+        match tensor.values() {
+            Values::Brain(values) => self.world.send(to, direction, values.to_vec())?,
+            Values::Single(values) => self.world.send(to, direction, values.to_vec())?,
+            Values::Index(_) => unreachable!("activations are no ids"),
+        }
+        Ok(())
+    }
+
+    fn receive(&mut self, direction: Direction, batch: u64) -> Result<(), Error> {
+        let (from, body) = match direction {
+            Direction::Activation => (self.links.previous, self.end_body(|chain| chain.first())),
+            Direction::Gradient => (self.links.next, self.end_body(|chain| chain.last())),
+        };
+        let from = from.expect("the verifier checks neighbours");
+        let value = match direction {
+            Direction::Activation => body.input,
+            Direction::Gradient => body.output_gradient,
+        };
+        let value = &body.values[value.expect("streams enter where blocks have neighbours")];
+        let mut tensor = Tensor::stale(&self.memory, &value.dims, value.format);
+        match tensor.values_mut() {
+            ValuesMut::Brain(values) => self.world.recv(from, direction, values)?,
+            ValuesMut::Single(values) => self.world.recv(from, direction, values)?,
+            ValuesMut::Index(_) => unreachable!("activations are no ids"),
+        }
+        self.streams.insert((direction, batch), tensor);
+        Ok(())
+    }
+
+    /// The body at an end of the stage.
+    fn end_body(&self, end: impl Fn(&[(u32, u64)]) -> Option<&(u32, u64)>) -> &RankBody {
+        let chain = stage_chain(self.plan, self.program, &self.plan.stages[self.place.stage]);
+        let (body, _) = end(&chain).expect("a stage has layers");
+        &self.bodies[*body as usize]
+    }
+}
+
+/// The head's tied parameter and the embedding's table, where both are on one stage.
+fn tied_use(plan: &Plan, program: &Program, stage: usize) -> Option<(ParameterRef, ParameterRef)> {
+    let stage = &plan.stages[stage];
+    let head = program.bodies.len() as u32 - 1;
+    let find = |body: u32, wanted: &dyn Fn(&Parameter) -> bool| {
+        let parameter = program.bodies[body as usize].parameters.iter().position(wanted)?;
+        Some(ParameterRef { body, layer: 0, parameter: parameter as u32 })
+    };
+    let tied = find(head, &|parameter| parameter.tied)?;
+    let table = find(0, &|parameter| parameter.name == crate::initial::TOKEN_EMBEDDING)?;
+    (stage.embedding && stage.head).then_some((tied, table))
+}

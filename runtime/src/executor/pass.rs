@@ -1,0 +1,197 @@
+//! Forward and backward passes of bodies on one rank: one arm for each kind of instruction.
+
+use std::mem;
+use std::sync::Arc;
+
+use ir::program::{Direction, InputKind, Op, ParameterRef};
+
+use super::exchange::{Exchange, Started};
+use super::gradient::{accumulate, accumulate_operator};
+use super::steps::{LocalValue, RankBody, Step, Use};
+use super::{Executor, MicroBatches};
+use crate::Error;
+use crate::operators::{AttentionGradients, Operand, Place, ResultShape, apply, attention_gradients};
+use crate::tensor::Tensor;
+
+/// Values of one body for one layer and micro-batch.
+pub struct Frame {
+    values: Vec<Option<Tensor>>,
+    /// Conversions that have started, by result.
+    started: Vec<(usize, Exchange, Started)>,
+}
+
+impl Frame {
+    fn new(values: usize) -> Frame {
+        Frame { values: (0..values).map(|_| None).collect(), started: Vec::new() }
+    }
+
+    fn take(&mut self, value: usize) -> Tensor {
+        self.values[value].take().expect("the verifier follows lives")
+    }
+
+    /// An operand: moved out if this is its last use.
+    fn operand(&mut self, operand: Use) -> Operand<'_> {
+        match operand.last {
+            true => Operand::Owned(self.take(operand.value)),
+            false => Operand::Borrowed(self.values[operand.value].as_ref().expect("the verifier follows lives")),
+        }
+    }
+
+    fn operands(&mut self, uses: &[Use]) -> Vec<Operand<'_>> {
+        let ended: Vec<Option<Tensor>> =
+            uses.iter().map(|operand| operand.last.then(|| self.take(operand.value))).collect();
+        let read = |operand: &Use| self.values[operand.value].as_ref().expect("the verifier follows lives");
+        uses.iter()
+            .zip(ended)
+            .map(|(operand, ended)| ended.map_or_else(|| Operand::Borrowed(read(operand)), Operand::Owned))
+            .collect()
+    }
+}
+
+impl Executor<'_> {
+    /// Runs a body forward for a layer and a micro-batch.
+    pub(super) fn forward(&mut self, body: u32, layer: u64, batch: u64, input: &MicroBatches) -> Result<(), Error> {
+        let code = Arc::clone(&self.bodies[body as usize]);
+        let mut frame = Frame::new(code.values.len());
+        if let Some(value) = code.input {
+            frame.values[value] = Some(self.take_stream(Direction::Activation, batch));
+        }
+        self.execute(&code, &code.forward, (body, layer, batch), &mut frame, input)?;
+        let output = match code.keeps_output {
+            true => frame.values[code.output].clone().expect("a body gives its output"),
+            false => frame.take(code.output),
+        };
+        match code.output_gradient {
+            Some(_) => drop(self.streams.insert((Direction::Activation, batch), output)),
+            None => self.loss += f64::from(output.singles()[0]),
+        }
+        self.frames.insert((body, layer, batch), frame);
+        Ok(())
+    }
+
+    /// Runs a body backward for a layer and a micro-batch.
+    pub(super) fn backward(&mut self, body: u32, layer: u64, batch: u64, input: &MicroBatches) -> Result<(), Error> {
+        let code = Arc::clone(&self.bodies[body as usize]);
+        let mut frame = self.frames.remove(&(body, layer, batch)).expect("the verifier follows passes");
+        if let Some(value) = code.output_gradient {
+            frame.values[value] = Some(self.take_stream(Direction::Gradient, batch));
+        }
+        self.execute(&code, &code.backward, (body, layer, batch), &mut frame, input)?;
+        if let Some(value) = code.input_gradient {
+            let gradient = frame.take(value);
+            self.streams.insert((Direction::Gradient, batch), gradient);
+        }
+        Ok(())
+    }
+
+    fn take_stream(&mut self, direction: Direction, batch: u64) -> Tensor {
+        self.streams.remove(&(direction, batch)).expect("the verifier follows streams")
+    }
+
+    fn execute(
+        &mut self,
+        code: &RankBody,
+        steps: &[Step],
+        (body, layer, batch): (u32, u64, u64),
+        frame: &mut Frame,
+        input: &MicroBatches,
+    ) -> Result<(), Error> {
+        let reference = |parameter: u32| ParameterRef { body, layer, parameter };
+        for step in steps {
+            match step {
+                Step::Input(kind, value) => {
+                    frame.values[*value] = Some(self.input(*kind, &code.values[*value], batch, input))
+                }
+                Step::Load(parameter, value) => {
+                    let held = &self.parameters[&self.resolve(reference(*parameter))];
+                    frame.values[*value] = Some(held.weight.clone());
+                }
+                Step::Compute(op, uses, value, place) => {
+                    let shape = self.shape(&code.values[*value], *place);
+                    let result = apply(op, frame.operands(uses), &shape);
+                    frame.values[*value] = Some(result);
+                }
+                Step::ComputeGradient(op, uses, value, place, parameter) => {
+                    let resolved = self.resolve(reference(*parameter));
+                    let Executor { parameters, memory, .. } = self;
+                    let held = parameters.get_mut(&resolved).expect("the verifier follows parameters");
+                    let value = &code.values[*value];
+                    let shape = ResultShape { memory, dims: &value.dims, format: value.format, place: *place };
+                    accumulate_operator(held, op, frame.operands(uses), value, &shape);
+                }
+                Step::AttentionGradients(op, uses, results, place) => {
+                    let gradients =
+                        self.attention_gradients(op, frame.operands(uses), &code.values[results[0]], *place);
+                    for (value, gradient) in results.iter().zip(gradients) {
+                        frame.values[*value] = gradient;
+                    }
+                }
+                Step::Convert(exchange, operand, value) => {
+                    let group = self.links.over(&exchange.axes);
+                    let result = exchange.convert(group, frame.operand(*operand), &self.memory)?;
+                    frame.values[*value] = Some(result);
+                }
+                Step::Start(exchange, operand, value) => {
+                    let group = self.links.over(&exchange.axes);
+                    let started = exchange.start(group, frame.operand(*operand), &self.memory);
+                    frame.started.push((*value, exchange.clone(), started));
+                }
+                Step::Wait(value) => {
+                    let place = frame.started.iter().position(|(result, ..)| result == value);
+                    let (_, exchange, started) =
+                        frame.started.swap_remove(place.expect("the verifier follows conversions"));
+                    frame.values[*value] = Some(exchange.wait(started, &self.memory)?);
+                }
+                Step::Accumulate(parameter, operand) => {
+                    let resolved = self.resolve(reference(*parameter));
+                    let held = self.parameters.get_mut(&resolved).expect("the verifier follows parameters");
+                    accumulate(held, frame.operand(*operand).tensor());
+                }
+                Step::Free(value) => drop(mem::take(&mut frame.values[*value])),
+            }
+        }
+        Ok(())
+    }
+
+    fn attention_gradients(
+        &self,
+        op: &Op,
+        operands: Vec<Operand>,
+        query: &LocalValue,
+        place: Place,
+    ) -> [Option<Tensor>; 3] {
+        let Op::FlashAttentionGradient { scale, alibi, .. } = op else {
+            unreachable!("only such operators are joined")
+        };
+        let operands = [0, 1, 2, 3].map(|index| operands[index].tensor());
+        let gradients = attention_gradients([true; 3], operands, *scale, *alibi, &self.shape(query, place));
+        let AttentionGradients { query, keys, values } = gradients;
+        [query, keys, values]
+    }
+
+    fn shape<'s>(&'s self, value: &'s LocalValue, place: Place) -> ResultShape<'s> {
+        ResultShape {
+            memory: &self.memory,
+            dims: &value.dims,
+            format: value.format,
+            place: Place { seed: self.seed, ..place },
+        }
+    }
+
+    /// The head's use of an embedding on the same stage is the embedding itself.
+    fn resolve(&self, reference: ParameterRef) -> ParameterRef {
+        match self.tied {
+            Some((head, embedding)) if head == reference => embedding,
+            _ => reference,
+        }
+    }
+
+    fn input(&self, kind: InputKind, value: &LocalValue, batch: u64, input: &MicroBatches) -> Tensor {
+        let ids = match kind {
+            InputKind::Tokens => &input.tokens[batch as usize],
+            InputKind::Targets => &input.targets[batch as usize],
+            InputKind::Positions => &input.positions,
+        };
+        Tensor::from_ids(&self.memory, &value.dims, ids)
+    }
+}

@@ -1,0 +1,214 @@
+//! The end of a step: sums of gradients, the global norm, the optimizer, weights joined again.
+
+use std::collections::BTreeMap;
+
+use ir::distribution::SplitAxis;
+use ir::error::Problem;
+use ir::program::{Conversion, ParameterRef, UpdateInstruction};
+
+use super::adamw::{AdamWStep, adamw, sum_of_squares};
+use super::exchange::Singles;
+use super::parameters::Held;
+use super::{Executor, MicroBatches};
+use crate::Error;
+use crate::communicator::Reduction;
+use crate::tensor::{ValuesMut, bf16};
+
+/// Added to the norm before the clipping coefficient is taken (PyTorch's `clip_grad_norm_`).
+const CLIP_EPSILON: f64 = 1e-6;
+
+/// What the optimizer does in a step.
+#[derive(Clone, Copy, Debug)]
+pub struct AdamW {
+    /// Step size.
+    pub learning_rate: f64,
+    /// Decays of the moments.
+    pub betas: (f64, f64),
+    /// Added to the root of the second moment.
+    pub epsilon: f64,
+    /// Decoupled weight decay, of the parameters that it applies to.
+    pub weight_decay: f64,
+    /// Largest global gradient norm; none to leave gradients as they are.
+    pub clip: Option<f64>,
+}
+
+/// What a step came to, equal on all ranks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Updated {
+    /// Mean loss over the tokens of the global batch.
+    pub loss: f64,
+    /// Global norm of gradients before clipping.
+    pub gradient_norm: f64,
+}
+
+impl Executor<'_> {
+    /// Starts the sum over replicas of a layer's gradients, in place.
+    pub(super) fn start_reduction(&mut self, body: u32, layer: u64, parameters: (u32, u32), conversion: Conversion) {
+        let group = self.links.over(&[SplitAxis::Data]).expect("gradients are summands over several replicas");
+        for parameter in parameters.0..parameters.1 {
+            let reference = ParameterRef { body, layer, parameter };
+            let held = self.parameters.get_mut(&reference).expect("the verifier follows parameters");
+            let gradient = Singles(held.gradient.take().expect("each sum starts once"));
+            let pending = match conversion {
+                Conversion::ReduceScatterFlat => group.start_reduce_scatter(Reduction::Sum, gradient),
+                _ => group.start_all_reduce(Reduction::Sum, gradient),
+            };
+            self.reductions.insert(reference, pending);
+        }
+    }
+
+    /// Runs the update's instructions.
+    pub(super) fn update(&mut self, input: &MicroBatches, options: &AdamW) -> Result<Updated, Error> {
+        let program = self.program;
+        let mut squares: BTreeMap<Vec<SplitAxis>, f64> = BTreeMap::new();
+        let mut step = AdamWStep::default();
+        let mut updated = Updated { loss: f64::NAN, gradient_norm: f64::NAN };
+        for instruction in &program.stages[self.place.stage].update {
+            self.world.report(format_args!("{instruction:?}"));
+            match instruction {
+                UpdateInstruction::WaitReduction(range) => {
+                    range.each().try_for_each(|reference| self.wait_reduction(reference))?;
+                }
+                UpdateInstruction::ReduceOverTensor(range, axes) => {
+                    range.each().try_for_each(|reference| self.reduce_over_tensor(reference, axes))?;
+                }
+                UpdateInstruction::ReduceOverTied(range) => {
+                    range.each().try_for_each(|reference| self.reduce_over_tied(reference))?;
+                }
+                UpdateInstruction::AddSquares(range, axes) => {
+                    let sum = squares.entry(axes.clone()).or_insert(0.0);
+                    *sum += range.each().map(|reference| self.squares(reference)).sum::<f64>();
+                }
+                UpdateInstruction::FinishNorm => {
+                    updated = self.finish_norm(&squares, input)?;
+                    step = self.begin_step(options, updated.gradient_norm);
+                }
+                UpdateInstruction::AdamW(range) => {
+                    range.each().for_each(|reference| self.adamw(reference, &step, options));
+                }
+                UpdateInstruction::GatherOverData(range) => {
+                    range.each().try_for_each(|reference| self.gather(reference))?;
+                }
+            }
+        }
+        Ok(updated)
+    }
+
+    fn held(&mut self, reference: ParameterRef) -> &mut Held {
+        self.parameters.get_mut(&reference).expect("the verifier follows parameters")
+    }
+
+    fn wait_reduction(&mut self, reference: ParameterRef) -> Result<(), Error> {
+        let pending = self.reductions.remove(&reference).expect("the verifier follows sums");
+        let Singles(gradient) = pending.wait()?;
+        self.held(reference).gradient = Some(gradient);
+        Ok(())
+    }
+
+    fn reduce_over_tensor(&mut self, reference: ParameterRef, axes: &[SplitAxis]) -> Result<(), Error> {
+        let Some(group) = self.links.over(axes).cloned() else { return Ok(()) };
+        Ok(group.all_reduce(Reduction::Sum, owned_gradient_mut(self.held(reference)))?)
+    }
+
+    fn reduce_over_tied(&mut self, reference: ParameterRef) -> Result<(), Error> {
+        let group = self.links.ends.clone().expect("the verifier checks where copies are");
+        Ok(group.all_reduce(Reduction::Sum, owned_gradient_mut(self.held(reference)))?)
+    }
+
+    fn squares(&mut self, reference: ParameterRef) -> f64 {
+        sum_of_squares(owned_gradient_mut(self.held(reference)))
+    }
+
+    /// Sums each class over its axes, the classes, and the stages; loss and norm are the same bits on every rank.
+    fn finish_norm(&mut self, squares: &BTreeMap<Vec<SplitAxis>, f64>, input: &MicroBatches) -> Result<Updated, Error> {
+        let mut total = 0.0;
+        for (axes, sum) in squares {
+            let mut sum = [*sum];
+            if let Some(group) = self.links.over(axes) {
+                group.all_reduce(Reduction::Sum, &mut sum)?;
+            }
+            total += sum[0];
+        }
+        if let Some(stages) = &self.links.stages {
+            let mut sum = [total];
+            stages.all_reduce(Reduction::Sum, &mut sum)?;
+            total = sum[0];
+        }
+        let (loss, gradient_norm) = (self.mean_loss(input)?, total.sqrt());
+        for (what, number) in [("loss", loss), ("gradient norm", gradient_norm)] {
+            if !number.is_finite() {
+                return Err(Error::Numerical(Problem::new(
+                    format!("the {what} is {number}"),
+                    format!("step {}", self.steps + 1),
+                    "no weight was changed: lower the learning rate, or look at the data of this step",
+                )));
+            }
+        }
+        Ok(Updated { loss, gradient_norm })
+    }
+
+    /// The mean loss over all tokens of the batch: summands over replicas, known to the last stage.
+    pub(super) fn mean_loss(&mut self, input: &MicroBatches) -> Result<f64, Error> {
+        let head = self.bodies.last().expect("a program has a head");
+        let mut loss = [std::mem::take(&mut self.loss)];
+        if head.values[head.output].summand
+            && let Some(replicas) = self.links.over(&[SplitAxis::Data])
+        {
+            replicas.all_reduce(Reduction::Sum, &mut loss)?;
+        }
+        if let Some(stages) = &self.links.stages {
+            stages.all_reduce(Reduction::Sum, &mut loss)?;
+        }
+        Ok(loss[0] / self.tokens_of(input) as f64)
+    }
+
+    fn begin_step(&mut self, options: &AdamW, norm: f64) -> AdamWStep {
+        self.steps += 1;
+        let coefficient = options.clip.map_or(1.0, |clip| (clip / (norm + CLIP_EPSILON)).min(1.0));
+        AdamWStep {
+            learning_rate: options.learning_rate,
+            betas: options.betas,
+            epsilon: options.epsilon,
+            weight_decay: options.weight_decay,
+            coefficient,
+            step: self.steps,
+        }
+    }
+
+    fn adamw(&mut self, reference: ParameterRef, step: &AdamWStep, options: &AdamW) {
+        let held = self.held(reference);
+        let step = AdamWStep { weight_decay: if held.decays { options.weight_decay } else { 0.0 }, ..*step };
+        let gradient = held.gradient.as_ref().expect("the verifier follows sums");
+        let gradient = &gradient.singles()[held.owned_in(gradient)];
+        let (first, second) = (held.first.singles_mut(), held.second.singles_mut());
+        let place = if held.weight.len() == first.len() { 0..first.len() } else { held.owned.clone() };
+        match (held.weight.values_mut(), &mut held.master) {
+            (ValuesMut::Brain(weight), Some(master)) => {
+                adamw(&step, master.singles_mut(), first, second, gradient);
+                let rounded = weight[place].iter_mut().zip(master.singles());
+                rounded.for_each(|(weight, master)| *weight = bf16::from_f32(*master));
+            }
+            (ValuesMut::Single(weight), _) => adamw(&step, &mut weight[place], first, second, gradient),
+            _ => unreachable!("weights are fp32, or bf16 with a master copy"),
+        }
+        held.accumulated = false;
+    }
+
+    /// Joins the parts that replicas own of a weight that each stores whole, in place.
+    fn gather(&mut self, reference: ParameterRef) -> Result<(), Error> {
+        let Some(group) = self.links.over(&[SplitAxis::Data]).cloned() else { return Ok(()) };
+        match self.held(reference).weight.values_mut() {
+            ValuesMut::Single(weight) => group.all_gather(weight)?,
+            ValuesMut::Brain(weight) => group.all_gather(weight)?,
+            ValuesMut::Index(_) => unreachable!("weights are no ids"),
+        }
+        Ok(())
+    }
+}
+
+/// The owned part of a gradient.
+fn owned_gradient_mut(held: &mut Held) -> &mut [f32] {
+    let gradient = held.gradient.as_ref().expect("the verifier follows sums");
+    let range = held.owned_in(gradient);
+    &mut held.gradient.as_mut().expect("as above").singles_mut()[range]
+}

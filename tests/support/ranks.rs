@@ -1,0 +1,145 @@
+//! Plans executed by ranks that are threads of the test.
+
+use std::collections::BTreeMap;
+
+use ir::interpreter::{self, Sizes, StepInput, degrees_of};
+use ir::plan::Plan;
+use ir::reference::{Batch, initial_parameters, random_batch};
+use runtime::communicator::{Operation, Options, Traffic, World, run_ranks};
+use runtime::executor::{AdamW, Executor, MicroBatches};
+
+/// What a rank came to.
+#[derive(Debug)]
+pub struct RankRun {
+    /// Losses of the steps.
+    pub losses: Vec<f64>,
+    /// Gradient norms of the steps.
+    pub norms: Vec<f64>,
+    /// Weights by name and first element in the whole parameter, in runs: start and elements.
+    pub weights: BTreeMap<String, Vec<(u64, Vec<f32>)>>,
+    /// What was sent.
+    pub traffic: Vec<Traffic>,
+    /// Most bytes of tensors.
+    pub peak: u64,
+    /// Loss of an evaluation before the first step.
+    pub evaluation: f64,
+}
+
+/// A run: its batches and optimizer.
+pub struct Run {
+    pub steps: usize,
+    pub seed: u64,
+    pub optimizer: AdamW,
+}
+
+/// Tokens and targets of each step.
+pub fn batches(plan: &Plan, run: &Run) -> Vec<Batch> {
+    let (sequences, length) = (plan.workload.global_batch as usize, plan.workload.sequence_length as usize);
+    (0..run.steps).map(|step| random_batch(&plan.model, sequences, length, run.seed + step as u64)).collect()
+}
+
+/// Executes a plan, one thread a rank.
+pub fn execute(plan: &Plan, run: &Run) -> Vec<RankRun> {
+    let whole = initial_parameters(&plan.model, run.seed);
+    let batches = batches(plan, run);
+    let ranks = plan.strategy.world_size();
+    let results = run_ranks(ranks, 1, Options::default(), |world| {
+        let world = world.expect("ranks find one another");
+        let result = run_rank(plan, run, &world, &whole, &batches);
+        world.finish().expect("all ranks end");
+        result
+    });
+    results.expect("a port is free").into_iter().map(|result| result.expect("no rank panics")).collect()
+}
+
+fn run_rank(plan: &Plan, run: &Run, world: &World, whole: &BTreeMap<String, Vec<f64>>, batches: &[Batch]) -> RankRun {
+    let program = plan.program.as_ref().expect("the plan is executable");
+    let mut executor = Executor::new(plan, program, world, &|_, _| true, &mut |name, _, region, range, out| {
+        let given = &whole[name];
+        let mut at = 0;
+        region.for_each_run(range, |start, length| {
+            for index in start..start + length {
+                // Rows that padding adds come last and start as zeros.
+                out[at] = given.get(index as usize).copied().unwrap_or(0.0) as f32;
+                at += 1;
+            }
+        });
+        Ok(())
+    })
+    .expect("the parameters are there");
+    let evaluation = executor.evaluate(&of_replica(plan, &executor, &batches[0])).expect("the evaluation runs");
+    let (mut losses, mut norms) = (Vec::new(), Vec::new());
+    for batch in batches {
+        let input = of_replica(plan, &executor, batch);
+        let updated = executor.step(&input, &run.optimizer).expect("the step runs");
+        losses.push(updated.loss);
+        norms.push(updated.gradient_norm);
+    }
+    let mut weights = BTreeMap::new();
+    for held in executor.parameters.values() {
+        let numbers = held.weight.to_numbers();
+        let mut runs = Vec::new();
+        let mut at = 0;
+        let stored = if numbers.len() as u64 == held.region.elements() {
+            0..held.region.elements()
+        } else {
+            held.owned.start as u64..held.owned.end as u64
+        };
+        held.region.for_each_run(stored, |start, length| {
+            runs.push((start, numbers[at..at + length as usize].to_vec()));
+            at += length as usize;
+        });
+        weights.insert(held.name.clone(), runs);
+    }
+    RankRun { losses, norms, weights, traffic: world.traffic(), peak: executor.memory.peak_bytes(), evaluation }
+}
+
+/// The micro-batches of a rank's replica.
+fn of_replica(plan: &Plan, executor: &Executor, batch: &Batch) -> MicroBatches {
+    let (replicas, replica) = (plan.strategy.data_parallel as usize, executor.place.place.data.index as usize);
+    let length = plan.workload.sequence_length as usize;
+    let size = plan.strategy.micro_batch as usize * length;
+    let own = |ids: &[usize]| -> Vec<Vec<u32>> {
+        let parts = ids.chunks(size).enumerate().filter(|(part, _)| part % replicas == replica);
+        parts.map(|(_, ids)| ids.iter().map(|id| *id as u32).collect()).collect()
+    };
+    MicroBatches { tokens: own(&batch.tokens), targets: own(&batch.targets), positions: (0..length as u32).collect() }
+}
+
+/// What the reference interpreter makes of the same run: losses, norms, weights.
+pub fn interpret(plan: &Plan, run: &Run) -> (Vec<f64>, Vec<f64>, BTreeMap<String, Vec<f64>>) {
+    let program = plan.program.as_ref().expect("the plan is executable");
+    let sizes = Sizes {
+        micro_batch: plan.strategy.micro_batch as usize,
+        sequence: plan.workload.sequence_length as usize,
+        degrees: degrees_of(plan).expect("the plan is sound"),
+    };
+    let AdamW { learning_rate, betas, epsilon, weight_decay, clip } = run.optimizer;
+    let optimizer = interpreter::Optimizer {
+        learning_rate,
+        beta1: betas.0,
+        beta2: betas.1,
+        epsilon,
+        weight_decay,
+        clip: clip.unwrap_or(f64::INFINITY),
+    };
+    let mut world = interpreter::World::new(program, sizes, &initial_parameters(&plan.model, run.seed)).expect("sound");
+    let (mut losses, mut norms) = (Vec::new(), Vec::new());
+    for batch in batches(plan, run) {
+        let micro_batches = plan.strategy.num_micro_batches();
+        let input = StepInput { tokens: &batch.tokens, targets: &batch.targets, micro_batches };
+        let output = world.step(&input, &optimizer).expect("the program is sound");
+        losses.push(output.loss);
+        norms.push(output.gradient_norm);
+    }
+    (losses, norms, world.parameters().expect("copies agree"))
+}
+
+/// Bytes that all ranks sent, by kind of operation.
+pub fn sent(runs: &[RankRun]) -> BTreeMap<Operation, u64> {
+    let mut sent = BTreeMap::new();
+    for traffic in runs.iter().flat_map(|run| &run.traffic) {
+        *sent.entry(traffic.operation).or_insert(0) += traffic.bytes;
+    }
+    sent
+}
