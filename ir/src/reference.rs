@@ -47,9 +47,19 @@ pub fn random_batch(model: &ModelSpec, sequences: usize, sequence_length: usize,
 /// Mean cross-entropy over all tokens; the softmax is over all rows of the vocabulary, padded ones too.
 ///
 /// # Panics
-/// If parameters or batch do not fit the model, or the model has latent attention or experts.
+/// If parameters or batch do not fit the model, or the model has latent attention, experts or deviations.
 pub fn loss(model: &ModelSpec, parameters: &Parameters, batch: &Batch, sequence_length: usize) -> f64 {
     forward(&network(model, parameters, batch, sequence_length), batch).loss
+}
+
+/// Logits of every token, [tokens, vocabulary rows], row-major; the batch's targets are not used.
+///
+/// # Panics
+/// As [`loss`].
+pub fn logits(model: &ModelSpec, parameters: &Parameters, batch: &Batch, sequence_length: usize) -> Vec<f64> {
+    let network = network(model, parameters, batch, sequence_length);
+    let normed = forward(&network, batch).normed;
+    multiply(&normed, &transpose(&head_weight(&network))).values
 }
 
 /// The loss, and its gradient with respect to each parameter.
@@ -112,6 +122,7 @@ fn network<'a>(model: &'a ModelSpec, parameters: &'a Parameters, batch: &Batch, 
     let expected = parameter_shapes(model).into_iter().map(|(key, shape)| (key, shape.iter().product()));
     let actual = parameters.iter().map(|(key, values)| (key.clone(), values.len()));
     assert!(actual.eq(expected), "the parameters are not those of {}", model.name);
+    assert!(model.deviations.is_empty(), "{} deviates by {:?}", model.name, model.deviations);
     assert_eq!(batch.tokens.len(), batch.targets.len(), "tokens and targets");
     assert!(!batch.tokens.is_empty() && batch.tokens.len().is_multiple_of(sequence_length), "whole sequences");
     let longest = model.max_sequence_length.tokens() as usize;

@@ -14,6 +14,7 @@ pub mod place;
 pub mod random;
 pub mod tensor;
 pub mod train;
+pub mod weights;
 
 use std::path::Path;
 
