@@ -11,6 +11,7 @@ pub mod launch;
 pub mod log;
 pub mod operators;
 pub mod place;
+pub mod prepare;
 pub mod random;
 pub mod tensor;
 pub mod train;
