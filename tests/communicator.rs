@@ -9,6 +9,8 @@ use ir::program::Direction;
 use runtime::communicator::{
     Element, Error, Group, Operation, Options, Reduction, Traffic, Transport, World, part, run_ranks,
 };
+use runtime::launch::local::reserve_port;
+use runtime::launch::{Address, Launch};
 
 /// Message lengths: empty, one element, odd, around a chunk of 64 KiB, larger than all queues between two ranks.
 const LENGTHS: [usize; 7] = [0, 1, 7, 1000, 16_384, 16_385, 300_007];
@@ -138,6 +140,24 @@ fn movements_over_shared_memory() {
 fn movements_over_tcp() {
     check_movements(TCP);
     check_movements(TWO_HOSTS);
+}
+
+#[test]
+fn ranks_that_cannot_share_memory_use_tcp() {
+    // One rank refuses, as one in a container of its own would have to; nobody may wait for it in memory.
+    let port = reserve_port().expect("a port is free").port;
+    let connect = |rank: u64| {
+        let transport = if rank == 1 { Transport::Tcp } else { Transport::Automatic };
+        let options = Options { timeout: Duration::from_secs(20), transport };
+        let world = World::connect(&launch(rank, 3, port), "a", options).expect("all ranks come");
+        let mut data = vec![rank as f32; 100_000];
+        world.group(&[Rank(2), Rank(0), Rank(1)]).all_reduce(Reduction::Sum, &mut data).expect("all ranks come");
+        world.finish().expect("all ranks finish");
+        data
+    };
+    for data in start_each([0, 1, 2], connect) {
+        assert!(data.iter().all(|sum| *sum == 3.0));
+    }
 }
 
 #[test]
@@ -321,8 +341,6 @@ fn an_abort_a_panic_and_a_timeout_end_all_waits() {
 
 #[test]
 fn ranks_of_different_runs_are_refused_on_all_ranks() {
-    use runtime::launch::local::reserve_port;
-    use runtime::launch::{Address, Launch};
     // World sizes and plan hashes of ranks 0, 1, 2, and what all of them say.
     let rows = [
         ([3, 3, 3], ["a", "a", "b"], "rank 0 has plan hash a, rank 2 has b"),
@@ -330,22 +348,12 @@ fn ranks_of_different_runs_are_refused_on_all_ranks() {
         ([3, 3, 2], ["a", "a", "a"], "rank 0 has world size 3, rank 2 has 2"),
     ];
     for (sizes, hashes, expected) in rows {
-        let port = reserve_port().expect("a port is free");
-        let launch = |rank: usize| Launch {
-            rank: Rank(rank as u64),
-            world_size: sizes[rank],
-            local_rank: 0,
-            local_size: 1,
-            node: None,
-            address: Address { host: "127.0.0.1".to_owned(), port: port.port },
+        let port = reserve_port().expect("a port is free").port;
+        let connect = |rank: u64| {
+            let launch = launch(rank, sizes[rank as usize], port);
+            World::connect(&launch, hashes[rank as usize], Options::default()).map(drop).expect_err("they differ")
         };
-        let connect = |rank| World::connect(&launch(rank), hashes[rank], Options::default()).map(drop);
-        let connect = &connect;
-        let errors: Vec<Error> = std::thread::scope(|scope| {
-            let ranks: Vec<_> = (0..3).map(|rank| scope.spawn(move || connect(rank))).collect();
-            ranks.into_iter().map(|rank| rank.join().expect("no panic").expect_err("they differ")).collect()
-        });
-        for error in errors {
+        for error in start_each([0, 1, 2], connect) {
             let Error::BadInput(problems) = &error else { panic!("{error}") };
             assert!(problems.iter().any(|problem| problem.what == expected), "{error}");
         }
@@ -354,25 +362,26 @@ fn ranks_of_different_runs_are_refused_on_all_ranks() {
 
 #[test]
 fn a_rank_that_never_comes_is_named() {
-    use runtime::launch::local::reserve_port;
-    use runtime::launch::{Address, Launch};
-    let port = reserve_port().expect("a port is free");
-    let launch = |rank| Launch {
-        rank: Rank(rank),
-        world_size: 3,
-        local_rank: rank,
-        local_size: 3,
-        node: None,
-        address: Address { host: "127.0.0.1".to_owned(), port: port.port },
-    };
+    let port = reserve_port().expect("a port is free").port;
     let options = Options { timeout: Duration::from_secs(1), ..Options::default() };
-    let connect = |rank| World::connect(&launch(rank), "a", options).map(drop).expect_err("rank 1 is missing");
-    let connect = &connect;
-    let errors: Vec<String> = std::thread::scope(|scope| {
-        let ranks: Vec<_> = [0, 2].map(|rank| scope.spawn(move || connect(rank).to_string())).into_iter().collect();
-        ranks.into_iter().map(|rank| rank.join().expect("no panic")).collect()
-    });
-    for error in errors {
+    let connect = |rank| {
+        World::connect(&launch(rank, 3, port), "a", options).map(drop).expect_err("rank 1 is missing").to_string()
+    };
+    for error in start_each([0, 2], connect) {
         assert!(error.contains("rank 1 never came"), "{error}");
     }
+}
+
+/// Runs `connect` for each rank on a thread of its own.
+fn start_each<R: Send, const N: usize>(ranks: [u64; N], connect: impl Fn(u64) -> R + Sync) -> Vec<R> {
+    let connect = &connect;
+    std::thread::scope(|scope| {
+        let threads = ranks.map(|rank| scope.spawn(move || connect(rank)));
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+    })
+}
+
+fn launch(rank: u64, world_size: u64, port: u16) -> Launch {
+    let address = Address { host: "127.0.0.1".to_owned(), port };
+    Launch { rank: Rank(rank), world_size, local_rank: rank, local_size: world_size, node: None, address }
 }

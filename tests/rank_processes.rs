@@ -3,14 +3,16 @@
 //!
 //! The test program starts itself again as its ranks; launcher variables make it one.
 
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
 use std::process::{Child, ChildStderr, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use ir::mesh::Rank;
 use ir::program::Direction;
 use runtime::communicator::{Error, Options, Reduction, Transport, World};
-use runtime::launch::local::{ReservedPort, reserve_port};
+use runtime::launch::local::{ReservedPort, reserve_port, start_local_ranks};
 use runtime::launch::read_launch;
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -56,6 +58,44 @@ fn run_steps(world: &World) -> Result<(), Error> {
         assert!(!(panics && step == 5), "as the test wants");
     }
     Ok(())
+}
+
+/// Starts local ranks that would run for ever, when the next test asks for it.
+#[test]
+fn parent() {
+    if std::env::var_os("PARENT_OF_RANKS").is_some() {
+        let arguments = ["-c".into(), "echo started $$; exec sleep 600".into()];
+        start_local_ranks(Path::new("/bin/sh"), &arguments, 2).expect("sh can be started");
+    }
+}
+
+#[test]
+fn local_ranks_do_not_outlive_their_parent() {
+    let mut command = Command::new(std::env::current_exe().expect("a running program has a file"));
+    command.args(["--exact", "parent", "--nocapture"]).env("PARENT_OF_RANKS", "1").stdout(Stdio::piped());
+    let mut parent = command.spawn().expect("this program starts");
+    let mut lines = BufReader::new(parent.stdout.take().expect("a pipe")).lines();
+    let mut ranks = BTreeMap::new();
+    while ranks.len() < 2 {
+        let line = lines.next().expect("two ranks start").expect("a text");
+        if let Some((prefix, process)) = line.split_once(" started ") {
+            ranks.insert(prefix.to_owned(), process.to_owned());
+        }
+    }
+    assert_eq!(ranks.keys().collect::<Vec<_>>(), ["[rank 0]", "[rank 1]"]);
+    signal(&parent, Signal::KILL);
+    parent.wait().expect("a process of this test");
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while ranks.values().any(|process| is_running(process)) {
+        assert!(Instant::now() < deadline, "ranks outlive their parent");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Whether a process is there and is more than an entry that nobody has asked for its exit code.
+fn is_running(process: &str) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{process}/stat"));
+    status.is_ok_and(|status| !status.rsplit(')').next().unwrap_or_default().trim_start().starts_with('Z'))
 }
 
 struct Ranks {
