@@ -27,8 +27,12 @@ const SECOND_HOST: &str = "10.213.7.2";
 #[test]
 fn rank() {
     let Some(launch) = read_launch(|name| std::env::var(name).ok()).expect("variables of this test") else { return };
-    let tcp = std::env::var("RANK_TRANSPORT").is_ok_and(|value| value == "tcp");
-    let transport = if tcp { Transport::Tcp } else { Transport::Automatic };
+    let transport = match std::env::var("RANK_TRANSPORT").as_deref() {
+        Ok("tcp") => Transport::Tcp,
+        #[cfg(feature = "mpi")]
+        Ok("mpi") => Transport::Mpi,
+        _ => Transport::Automatic,
+    };
     let world = World::connect(&launch, "lost ranks", Options { timeout: TIMEOUT, transport }).expect("all ranks come");
     if let Err(error) = run_steps(&world).and_then(|()| world.finish()) {
         eprintln!("{error}");
@@ -52,6 +56,7 @@ fn run_steps(world: &World) -> Result<(), Error> {
         started.wait()?;
         let mut data = vec![1.0_f32; 10_000];
         all.all_reduce(Reduction::Sum, &mut data)?;
+        assert!(data.iter().all(|sum| *sum == size as f32), "the sum over {size} ranks");
         if step == 3 {
             println!("ready");
         }
@@ -242,6 +247,25 @@ fn ranks_that_panic_are_named() {
     for lost in [0, 3] {
         for setting in [PLAIN, TWO_NODES] {
             check(lost, setting, None, "panicked");
+        }
+    }
+}
+
+#[test]
+fn eight_ranks_under_mpirun() {
+    let transports = if cfg!(feature = "mpi") { ["any", "mpi"].as_slice() } else { &["any"] };
+    for transport in transports {
+        let mut command = Command::new("mpirun");
+        command.args(["--allow-run-as-root", "--oversubscribe", "-n", "8"]);
+        command.arg(std::env::current_exe().expect("a running program has a file"));
+        command.args(["--exact", "rank", "--nocapture"]).env("RANK_TRANSPORT", transport).env("RANK_STEPS", "10");
+        match command.output() {
+            Err(reason) => return println!("skipped: mpirun cannot be started: {reason}"),
+            Ok(output) => {
+                let text = String::from_utf8_lossy(&output.stderr);
+                assert!(output.status.success(), "{transport}: {text}");
+                assert_eq!(String::from_utf8_lossy(&output.stdout).matches("ready").count(), 8, "{transport}: {text}");
+            }
         }
     }
 }

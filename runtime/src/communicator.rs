@@ -17,6 +17,9 @@ mod element;
 mod error;
 mod group;
 mod lane;
+mod link;
+#[cfg(feature = "mpi")]
+mod message_passing;
 mod movement;
 mod reduction;
 mod rendezvous;
@@ -60,6 +63,9 @@ pub enum Transport {
     Automatic,
     /// Over TCP, like ranks of different hosts.
     Tcp,
+    /// All ranks through the hosts' own MPI, which must have started them. One world for each process.
+    #[cfg(feature = "mpi")]
+    Mpi,
 }
 
 /// How a rank communicates.
@@ -89,6 +95,9 @@ pub struct World {
     groups: Mutex<Vec<Group>>,
     control: Option<JoinHandle<()>>,
     finished: bool,
+    /// MPI, which ends with this world if all ranks come to their end.
+    #[cfg(feature = "mpi")]
+    universe: Option<mpi::environment::Universe>,
 }
 
 /// Payload bytes that left this rank for others.
@@ -111,12 +120,21 @@ impl World {
     pub fn connect(launch: &Launch, plan_hash: &str, options: Options) -> Result<World, Error> {
         let deadline = Instant::now() + options.timeout;
         let rank = launch.rank.0;
+        #[cfg(feature = "mpi")]
+        let message_passing = match options.transport {
+            Transport::Mpi => Some(message_passing::start(rank, launch.world_size)?),
+            Transport::Automatic | Transport::Tcp => None,
+        };
         let listener = TcpListener::bind(rendezvous::listening_address(launch, 0));
         let (listener, port) = listener
             .and_then(|listener| listener.local_addr().map(|address| (listener, address.port())))
             .map_err(|error| topology::unable(rank, &error))?;
         let (mut meeting, greetings) = rendezvous::meet(launch, Greeting::new(launch, plan_hash, port), deadline)?;
         let topology = Topology::survey(rank, &mut meeting, &greetings, options.transport, listener, deadline)?;
+        #[cfg(feature = "mpi")]
+        let (universe, shared) = message_passing.unzip();
+        #[cfg(feature = "mpi")]
+        let topology = topology.with_message_passing(shared);
         let (board, places) = topology.board();
         let (sender, events) = channel();
         let watch = Arc::new(Watch::new(rank, options.timeout, board, places, sender.clone()));
@@ -134,6 +152,8 @@ impl World {
             groups: Mutex::default(),
             control: Some(control.map_err(|error| topology::unable(rank, &error))?),
             finished: false,
+            #[cfg(feature = "mpi")]
+            universe,
         })
     }
 
@@ -273,6 +293,11 @@ impl Drop for World {
         self.watch.tell(Event::Close);
         if let Some(control) = self.control.take() {
             control.join().ok();
+        }
+        // The end of MPI waits for all ranks, for ever if one is lost; then the end of the process must do.
+        #[cfg(feature = "mpi")]
+        if !self.finished {
+            std::mem::forget(self.universe.take());
         }
     }
 }

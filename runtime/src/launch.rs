@@ -1,5 +1,7 @@
 //! Which rank this process is: read from the variables of whatever launched it.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
+
 use ir::error::Problem;
 use ir::mesh::Rank;
 
@@ -235,12 +237,21 @@ fn read_address(claim: &Claim, lookup: &dyn Fn(&str) -> Option<String>) -> Resul
             Problem::new(format!("{port} is no port"), "environment, MASTER_PORT", "ports are below 65536")
         })?,
         None if is_slurm => slurm::port_of_job(lookup),
-        None => DEFAULT_PORT,
+        None => port_of_run(lookup).unwrap_or(DEFAULT_PORT),
     };
     // torchrun's own store listens at MASTER_PORT for as long as the ranks live.
     let store = claim.launcher == TORCHRUN.launcher
         && lookup("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value.eq_ignore_ascii_case("true"));
     Ok(Address { host, port: if store { port.checked_add(1).unwrap_or(DEFAULT_PORT) } else { port } })
+}
+
+/// A port below the ephemeral range that follows from the name which MPI's launchers give a run, so that runs on
+/// one host do not meet.
+fn port_of_run(lookup: &dyn Fn(&str) -> Option<String>) -> Option<u16> {
+    let name = lookup("PMIX_NAMESPACE").or_else(|| lookup("PMI_JOBID"))?;
+    let mut hasher = DefaultHasher::new();
+    name.hash(&mut hasher);
+    Some(20_000 + u16::try_from(hasher.finish() % 12_000).expect("below 12000"))
 }
 
 #[cfg(test)]

@@ -12,11 +12,14 @@ use super::Transport;
 use super::accept::{Acceptor, LinkGreeting, connect_link};
 use super::board::{Board, ENTRY_BYTES};
 use super::error::{Cause, Error, Loss, Report};
+use super::link::Link;
+#[cfg(feature = "mpi")]
+use super::message_passing::MessagePassing;
 use super::rendezvous::{Greeting, Meeting};
 use super::ring::{Bell, SharedLink, segment_bytes};
 use super::segment::Segment;
 use super::stream::StreamLink;
-use super::wire::{Identity, Link, Wire};
+use super::wire::{Identity, Wire};
 
 /// Groups that the ranks of a host may have.
 const GROUPS: usize = 4096;
@@ -40,6 +43,9 @@ pub struct Topology {
     processes: Vec<u32>,
     addresses: Vec<SocketAddr>,
     acceptor: Acceptor,
+    /// If all links go through MPI.
+    #[cfg(feature = "mpi")]
+    message_passing: Option<Arc<MessagePassing>>,
     /// The host's segment, if this rank shares memory with others.
     host: Arc<Segment>,
     /// By rank: its place among the ranks that share memory with this one.
@@ -100,9 +106,17 @@ impl Topology {
             processes: greetings.iter().map(|greeting| greeting.process).collect(),
             addresses: addresses(greetings, meeting.server_address()),
             acceptor,
+            #[cfg(feature = "mpi")]
+            message_passing: None,
             host: Arc::new(host),
             places,
         })
+    }
+
+    /// The same, with all links through MPI if it is given.
+    #[cfg(feature = "mpi")]
+    pub fn with_message_passing(self, message_passing: Option<Arc<MessagePassing>>) -> Topology {
+        Topology { message_passing, ..self }
     }
 
     /// The board of the ranks that share memory, and the places of ranks on it.
@@ -116,6 +130,12 @@ impl Topology {
     /// What ended the run meanwhile.
     pub fn connect(&self, me: usize, identity: Identity) -> Result<Wire, Error> {
         identity.watch.entry.collective(format_args!("connection of {}", identity.name));
+        #[cfg(feature = "mpi")]
+        if let Some(shared) = &self.message_passing {
+            let link = |peer: u64| Link::Message(Box::new(shared.link(peer, identity.key)));
+            let links = identity.members.iter().map(|peer| (*peer != self.rank).then(|| link(*peer))).collect();
+            return Ok(Wire::new(me, links, None, identity));
+        }
         let local: Vec<usize> = (0..identity.members.len()).filter(|place| self.shares(&identity, *place)).collect();
         let segment = if local.len() > 1 { Some(Arc::new(self.group_segment(&identity, &local)?)) } else { None };
         let own = local.iter().position(|place| *place == me).expect("a rank shares memory with itself");

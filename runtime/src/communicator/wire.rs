@@ -8,8 +8,8 @@ use rustix::time::Timespec;
 
 use super::chunk::{Header, Operation};
 use super::error::{Cause, Error, Loss};
-use super::ring::{Bell, SharedLink};
-use super::stream::StreamLink;
+use super::link::Link;
+use super::ring::Bell;
 use super::watch::Watch;
 
 /// Looks without sleeping before others get the core: about a microsecond. More of them cost more than they gain
@@ -21,14 +21,6 @@ const YIELDS: u32 = 5;
 const SLEEP: Duration = Duration::from_millis(20);
 /// Longest sleep of a group with links of both kinds, since one sleep cannot watch both.
 const SHORT_SLEEP: Duration = Duration::from_micros(200);
-
-/// A link to another rank.
-pub enum Link {
-    /// Through memory of this host.
-    Shared(SharedLink),
-    /// Over TCP.
-    Stream(Box<StreamLink>),
-}
 
 /// The links of a rank to the others of a group.
 pub struct Wire {
@@ -42,6 +34,9 @@ pub struct Wire {
     sequence: u64,
     patience: Patience,
 }
+
+/// Why a link exists.
+const OTHERS: &str = "operations reach for the links of other ranks only";
 
 /// How a group is called.
 #[derive(Clone)]
@@ -113,11 +108,7 @@ impl Wire {
         let Call { sequence, operation, total } = *call;
         let length = u32::try_from(chunk.len()).expect("a chunk");
         let header = Header { sequence, total, operation: operation.number() as u32, phase, length, padding: 0 };
-        let sent = match &mut self.links[peer] {
-            Some(Link::Shared(link)) => Ok(link.send(&header, chunk)),
-            Some(Link::Stream(link)) => link.send(&header, chunk),
-            None => Ok(true),
-        };
+        let sent = self.link(peer).send(&header, chunk);
         sent.map_err(|_| self.broken(peer))
     }
 
@@ -126,11 +117,7 @@ impl Wire {
     /// # Errors
     /// If the link is broken, or the chunk belongs to another operation.
     pub fn receive(&mut self, peer: usize, call: &Call) -> Result<Option<u32>, Error> {
-        let received = match &mut self.links[peer] {
-            Some(Link::Shared(link)) => Ok(link.receive()),
-            Some(Link::Stream(link)) => link.receive(),
-            None => Ok(None),
-        };
+        let received = self.link(peer).receive();
         match received.map_err(|_| self.broken(peer))? {
             None => Ok(None),
             Some(header) => {
@@ -145,20 +132,12 @@ impl Wire {
 
     /// The chunk that waits from a rank, of `length` bytes as both sides count.
     pub fn chunk(&self, peer: usize, length: usize) -> &[u8] {
-        match &self.links[peer] {
-            Some(Link::Shared(link)) => link.chunk(length),
-            Some(Link::Stream(link)) => link.chunk(length),
-            None => &[],
-        }
+        self.links[peer].as_ref().expect(OTHERS).chunk(length)
     }
 
     /// Lets go of the chunk that waits from a rank.
     pub fn release(&mut self, peer: usize) {
-        match &mut self.links[peer] {
-            Some(Link::Shared(link)) => link.release(),
-            Some(Link::Stream(link)) => link.release(),
-            None => {}
-        }
+        self.link(peer).release();
     }
 
     /// Hands on what links still keep; true if nothing is left.
@@ -168,7 +147,7 @@ impl Wire {
     pub fn flush(&mut self) -> Result<bool, Error> {
         let mut done = true;
         for peer in 0..self.links.len() {
-            if let Some(Link::Stream(link)) = &mut self.links[peer] {
+            if let Some(link) = &mut self.links[peer] {
                 done &= link.flush().map_err(|_| self.broken(peer))?;
             }
         }
@@ -178,12 +157,7 @@ impl Wire {
     /// Ends an operation; gives the payload bytes that left this rank.
     pub fn end(&mut self) -> u64 {
         self.progress();
-        let sent = self.links.iter_mut().map(|link| match link {
-            Some(Link::Shared(link)) => link.take_sent(),
-            Some(Link::Stream(link)) => link.take_sent(),
-            None => 0,
-        });
-        sent.sum()
+        self.links.iter_mut().flatten().map(Link::take_sent).sum()
     }
 
     /// Notes that something moved.
@@ -241,15 +215,19 @@ impl Wire {
     /// Sleeps until a connection can go on.
     fn poll_streams(&self, time: Duration) {
         let streams = self.links.iter().flatten().filter_map(|link| match link {
-            Link::Shared(_) => None,
             Link::Stream(link) => {
                 let reads = if link.is_ready() { PollFlags::empty() } else { PollFlags::IN };
                 let writes = if link.is_writing() { PollFlags::OUT } else { PollFlags::empty() };
                 Some(PollFd::new(link.stream(), reads | writes))
             }
+            _ => None,
         });
         let time = Timespec::try_from(time).expect("a fraction of a second");
         poll(&mut streams.collect::<Vec<PollFd>>(), Some(&time)).ok();
+    }
+
+    fn link(&mut self, peer: usize) -> &mut Link {
+        self.links[peer].as_mut().expect(OTHERS)
     }
 
     fn broken(&self, peer: usize) -> Error {
