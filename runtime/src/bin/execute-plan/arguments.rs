@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 
 /// Runs a plan.
 #[derive(Debug, Parser)]
@@ -29,6 +29,62 @@ pub struct RunOptions {
     /// Plan file
     #[arg(required = true)]
     pub plan: Option<PathBuf>,
+    /// Training file: optimizer, learning rates, evaluation
+    #[arg(long, value_name = "FILE")]
+    pub train: Option<PathBuf>,
+    /// Train on PREFIX.bin and PREFIX.idx
+    #[arg(long, value_name = "PREFIX", conflicts_with = "synthetic")]
+    pub data: Option<PathBuf>,
+    /// Train on random tokens
+    #[arg(long)]
+    pub synthetic: bool,
+    /// Steps, or batches of an evaluation
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..))]
+    pub steps: u64,
+    /// Seed, in place of the training file's
+    #[arg(long, value_name = "S")]
+    pub seed: Option<u64>,
+    /// Start from a Hugging Face checkpoint
+    #[arg(long, value_name = "DIR")]
+    pub weights: Option<PathBuf>,
+    /// Write the last weights as a Hugging Face checkpoint
+    #[arg(long, value_name = "DIR")]
+    pub export: Option<PathBuf>,
+    /// Where operators run
+    #[arg(long, default_value = "cpu")]
+    pub device: Device,
+    /// How ranks communicate
+    #[arg(long, default_value = "local")]
+    pub communicator: Communicator,
+    /// Seconds that ranks wait for one another
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..))]
+    pub timeout: u64,
+    /// Write a line of JSON for each step
+    #[arg(long, value_name = "FILE")]
+    pub log: Option<PathBuf>,
+    /// Only evaluate, on --steps batches
+    #[arg(long)]
+    pub evaluate: bool,
+}
+
+/// Where operators run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Device {
+    /// Processor cores
+    Cpu,
+    /// An NVIDIA GPU for each rank
+    Cuda,
+}
+
+/// How ranks communicate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Communicator {
+    /// Shared memory on a host, TCP between hosts
+    Local,
+    /// The host's MPI
+    Mpi,
+    /// NCCL
+    Nccl,
 }
 
 /// Options of `execute-plan prepare`.

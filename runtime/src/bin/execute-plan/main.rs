@@ -9,7 +9,6 @@ mod run;
 use std::process::ExitCode;
 
 use clap::Parser;
-use runtime::Error;
 
 use arguments::{Arguments, Command};
 
@@ -17,13 +16,13 @@ fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let done = match arguments.command {
         None => run::run(&arguments.run),
-        Some(Command::Prepare(options)) => prepare::run(options),
+        Some(Command::Prepare(options)) => prepare::run(options).map(|()| ExitCode::SUCCESS),
     };
-    let (problems, code) = match done {
-        Ok(()) => return ExitCode::SUCCESS,
-        Err(Error::BadInput(problems)) => (problems, 2),
-        Err(Error::Verification(problems)) => (problems, 3),
-    };
-    problems.iter().for_each(|problem| eprintln!("{problem}"));
-    ExitCode::from(code)
+    match done {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::from(error.exit_code())
+        }
+    }
 }

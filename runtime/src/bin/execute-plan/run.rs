@@ -1,11 +1,107 @@
-//! `execute-plan PLAN`: run a plan.
+//! `execute-plan PLAN`: run a plan, as one rank or by starting local ranks.
 
+use std::process::ExitCode;
+use std::time::Duration;
+
+use ir::error::Problem;
+use ir::mesh::Rank;
+use ir::plan::Plan;
+use runtime::launch::local::{reserve_port, start_local_ranks};
+use runtime::launch::{Address, Launch, read_launch};
+use runtime::run::{Data, Request, check_export, prepare_run, run_rank};
 use runtime::{Error, load};
 
-use crate::arguments::RunOptions;
+use crate::arguments::{Communicator, Device, RunOptions};
+
+/// Most ranks that are started on this host.
+const MOST_LOCAL_RANKS: u64 = 64;
 
 /// Runs a plan.
-pub fn run(options: &RunOptions) -> Result<(), Error> {
-    let plan = options.plan.as_deref().expect("the parser requires a plan where there is no subcommand");
-    load(plan).map(|_| ())
+pub fn run(options: &RunOptions) -> Result<ExitCode, Error> {
+    let path = options.plan.as_deref().expect("the parser requires a plan where there is no subcommand");
+    let plan = load(path)?;
+    let request = request(options)?;
+    let prepared = prepare_run(&plan, &request)?;
+    let launch = read_launch(|name| std::env::var(name).ok()).map_err(Error::BadInput)?;
+    let world_size = plan.strategy.world_size();
+    match launch {
+        Some(launch) => {
+            check_world(&launch, &plan)?;
+            run_rank(&plan, &request, &prepared, &launch)?;
+        }
+        None if world_size == 1 => {
+            let reserved = reserve_port().map_err(|error| cannot_start(&error))?;
+            let address = Address { host: "127.0.0.1".to_owned(), port: reserved.port };
+            let launch = Launch { rank: Rank(0), world_size: 1, local_rank: 0, local_size: 1, node: Some(0), address };
+            run_rank(&plan, &request, &prepared, &launch)?;
+        }
+        None => return start_ranks(world_size),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn request(options: &RunOptions) -> Result<Request, Error> {
+    let refuse = |what: &str, place: &str, help: &str| Err(Problem::new(what, place, help).into());
+    if options.device == Device::Cuda {
+        return refuse("this version runs on processor cores only", "--device cuda", "leave --device out");
+    }
+    if options.communicator != Communicator::Local {
+        let help = "leave --communicator out: launchers such as mpirun and srun work without it";
+        return refuse("this version communicates by shared memory and TCP only", "--communicator", help);
+    }
+    let data = match (&options.data, options.synthetic) {
+        (Some(prefix), _) => Data::Corpus(prefix.clone()),
+        (None, true) => Data::Synthetic,
+        (None, false) => {
+            let help = "give --data PREFIX, made by `execute-plan prepare`, or --synthetic";
+            return refuse("there is nothing to train on", "the command line", help);
+        }
+    };
+    if let Some(directory) = &options.export {
+        check_export(directory)?;
+    }
+    Ok(Request {
+        train: options.train.clone(),
+        data,
+        steps: options.steps,
+        seed: options.seed,
+        weights: options.weights.clone(),
+        export: options.export.clone(),
+        log: options.log.clone(),
+        evaluate: options.evaluate,
+        timeout: Duration::from_secs(options.timeout),
+    })
+}
+
+fn check_world(launch: &Launch, plan: &Plan) -> Result<(), Error> {
+    let expected = plan.strategy.world_size();
+    match launch.world_size == expected {
+        true => Ok(()),
+        false => Err(Problem::new(
+            format!("the launcher started {} ranks, the plan is for {expected}", launch.world_size),
+            "environment",
+            format!("start {expected} ranks, or plan with `--gpus {}`", launch.world_size),
+        )
+        .into()),
+    }
+}
+
+/// Starts this program once for each rank and gives the most telling exit code.
+fn start_ranks(world_size: u64) -> Result<ExitCode, Error> {
+    if world_size > MOST_LOCAL_RANKS {
+        return Err(Problem::new(
+            format!("the plan is for {world_size} ranks, this host starts at most {MOST_LOCAL_RANKS} by itself"),
+            "the command line",
+            "start one process a rank with srun, mpirun or torchrun",
+        )
+        .into());
+    }
+    let program = std::env::current_exe().map_err(|error| cannot_start(&error))?;
+    let arguments: Vec<_> = std::env::args_os().skip(1).collect();
+    let code = start_local_ranks(&program, &arguments, world_size).map_err(|error| cannot_start(&error))?;
+    Ok(ExitCode::from(u8::try_from(code).unwrap_or(1)))
+}
+
+fn cannot_start(error: &std::io::Error) -> Error {
+    Problem::new(format!("local ranks cannot be started: {error}"), "this host", "see the system's message").into()
 }

@@ -1,0 +1,327 @@
+//! A run of a plan on one rank: weights, data, steps, log.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use hardware_profiles::files::{PLAN_LIMIT, read_text};
+use ir::distribution::SplitAxis;
+use ir::error::Problem;
+use ir::graph::DimName;
+use ir::mesh::Rank;
+use ir::plan::Plan;
+use ir::program::{Parameter, Program};
+use ir::text::content_hash;
+
+use crate::Error;
+use crate::communicator::{Group, Options, Reduction, World};
+use crate::data::{BatchShape, Source, Sources, open_corpus, read_micro_batch, sample_index, synthetic};
+use crate::executor::{AdamW, Executor, MicroBatches};
+use crate::gather::export_weights;
+use crate::initial::{Initialisation, fill_initial};
+use crate::launch::Launch;
+use crate::log::{Log, StepRecord, measured_mfu, opening_line, progress_line};
+use crate::random::Region;
+use crate::train::{
+    Progress, TrainConfig, check_against, has_weight_decay, learning_rate, micro_batches_at, read_train,
+};
+use crate::weights::{Checkpoint, DimRange};
+
+/// What to run.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// The training file; the defaults without it.
+    pub train: Option<PathBuf>,
+    /// Where tokens come from.
+    pub data: Data,
+    /// Steps of the run.
+    pub steps: u64,
+    /// In place of the training file's seed.
+    pub seed: Option<u64>,
+    /// A Hugging Face checkpoint with the first weights.
+    pub weights: Option<PathBuf>,
+    /// Where to write the last weights, as a Hugging Face checkpoint.
+    pub export: Option<PathBuf>,
+    /// Where to write a line for each step.
+    pub log: Option<PathBuf>,
+    /// Only evaluate, on `steps` batches.
+    pub evaluate: bool,
+    /// How long ranks wait for one another.
+    pub timeout: Duration,
+}
+
+/// Where tokens come from.
+#[derive(Clone, Debug)]
+pub enum Data {
+    /// `PREFIX.bin` and `PREFIX.idx`.
+    Corpus(PathBuf),
+    /// Random ids.
+    Synthetic,
+}
+
+/// A request with everything opened that can be wrong before ranks meet.
+pub struct Prepared {
+    config: TrainConfig,
+    sources: Sources,
+    weights: Option<Checkpoint>,
+}
+
+/// Reads and opens what a request names.
+///
+/// # Errors
+/// `Error::BadInput` with what is wrong with the training file, the data or the weights.
+pub fn prepare_run(plan: &Plan, request: &Request) -> Result<Prepared, Error> {
+    let bad = |error: ir::error::Error| Error::BadInput(error.problems().to_vec());
+    let one = |problem: Problem| Error::BadInput(vec![problem]);
+    let (mut config, origin) = match &request.train {
+        Some(path) => {
+            let origin = path.display().to_string();
+            let text = read_text(path, PLAN_LIMIT).map_err(one)?;
+            (read_train(&text, &origin).map_err(bad)?, origin)
+        }
+        None => (TrainConfig::default(), "train.ron".to_owned()),
+    };
+    check_against(&config, &plan.strategy, &origin).map_err(bad)?;
+    if config.dropout.hidden > 0.0 || config.dropout.attention > 0.0 {
+        let what = "dropout is not part of programs yet".to_owned();
+        return Err(one(Problem::new(what, format!("{origin}, dropout"), "set both probabilities to 0")));
+    }
+    config.seed = request.seed.unwrap_or(config.seed);
+    let vocabulary = plan.model.vocabulary.rows();
+    let held_out = config.evaluation.map_or(0.0, |evaluation| evaluation.held_out);
+    let sources = match &request.data {
+        Data::Corpus(prefix) => open_corpus(prefix, vocabulary, held_out).map_err(one)?,
+        Data::Synthetic => synthetic(config.seed, u32::try_from(vocabulary).unwrap_or(u32::MAX)),
+    };
+    let weights = request.weights.as_deref().map(|path| Checkpoint::open(path, &plan.model).map_err(bad));
+    Ok(Prepared { config, sources, weights: weights.transpose()? })
+}
+
+/// Meets the other ranks and runs. All ranks must call it with equal plans and requests.
+///
+/// # Errors
+/// Exit code 2 for ranks that were not started alike, 4 for a lost rank, 5 for numbers that are none.
+pub fn run_rank(plan: &Plan, request: &Request, prepared: &Prepared, launch: &Launch) -> Result<(), Error> {
+    let options = Options { timeout: request.timeout, ..Options::default() };
+    let hash = content_hash(&(plan, &prepared.config, request.steps, request.evaluate));
+    let world = World::connect(launch, &hash, options)?;
+    let ended = Run::new(plan, request, prepared, &world).and_then(|mut run| run.run());
+    match ended {
+        // Every rank found the same.
+        Ok(()) | Err(Error::Numerical(_)) => {
+            world.finish()?;
+            ended
+        }
+        Err(error) => {
+            if !matches!(error, Error::Lost(_)) {
+                world.abort("see its own message");
+            }
+            Err(error)
+        }
+    }
+}
+
+/// One rank on its way through a run.
+struct Run<'a> {
+    plan: &'a Plan,
+    request: &'a Request,
+    prepared: &'a Prepared,
+    world: &'a World,
+    executor: Executor<'a>,
+    /// All ranks, for what the log says of them.
+    all: Option<Group>,
+    log: Option<Log>,
+    progress: Progress,
+    /// Bytes that this rank had sent before the step.
+    sent: u64,
+}
+
+impl<'a> Run<'a> {
+    fn new(plan: &'a Plan, request: &'a Request, prepared: &'a Prepared, world: &'a World) -> Result<Run<'a>, Error> {
+        let program = plan.program.as_ref().expect("the caller checked that the plan is executable");
+        let executor = start_executor(plan, program, prepared, world)?;
+        let all: Vec<Rank> = (0..world.size()).map(Rank).collect();
+        let all = (all.len() > 1).then(|| world.group(&all));
+        let first = world.rank().0 == 0;
+        let log = request.log.as_deref().filter(|_| first).map(Log::open).transpose();
+        let log = log.map_err(|problem| Error::BadInput(vec![problem]))?;
+        let progress = Progress::default();
+        Ok(Run { plan, request, prepared, world, executor, all, log, progress, sent: 0 })
+    }
+
+    fn run(&mut self) -> Result<(), Error> {
+        if self.request.evaluate {
+            let loss = self.evaluate(&self.prepared.sources.training, self.request.steps)?;
+            self.say(&format!("loss {loss:.6} over {} batches", self.request.steps));
+            return Ok(());
+        }
+        self.say(&opening_line(&self.plan.estimate, self.world.size()));
+        let mut times = Vec::new();
+        while self.progress.steps < self.request.steps {
+            let record = self.step()?;
+            times.push(record.seconds);
+            if let Some(log) = &mut self.log {
+                log.write(&record).map_err(|problem| Error::BadInput(vec![problem]))?;
+            }
+            let interval = self.prepared.config.log_interval;
+            if record.step.is_multiple_of(interval) || record.step == self.request.steps {
+                self.say(&progress_line(&record, self.request.steps));
+            }
+        }
+        if let Some(directory) = &self.request.export {
+            export_weights(self.plan, &self.executor, self.world, directory)?;
+            self.say(&format!("weights written to {}", directory.display()));
+        }
+        Ok(())
+    }
+
+    /// Prints on rank 0, which speaks for all.
+    fn say(&self, line: &str) {
+        if self.world.rank().0 == 0 {
+            eprintln!("{line}");
+        }
+    }
+
+    fn step(&mut self) -> Result<StepRecord, Error> {
+        let config = &self.prepared.config;
+        let (plan, strategy) = (self.plan, &self.plan.strategy);
+        let micro_batches = micro_batches_at(config, strategy, self.progress.samples);
+        let rate = learning_rate(config, self.progress);
+        let input = self.read(&self.prepared.sources.training, self.progress.samples, micro_batches)?;
+        let optimizer = &config.optimizer;
+        let adamw = AdamW {
+            learning_rate: rate,
+            betas: optimizer.betas,
+            epsilon: optimizer.eps,
+            weight_decay: optimizer.weight_decay,
+            clip: optimizer.clip,
+        };
+        let start = Instant::now();
+        let updated = self.executor.step(&input, &adamw)?;
+        let seconds = start.elapsed().as_secs_f64();
+        let sequences = micro_batches * strategy.micro_batch * strategy.data_parallel;
+        self.progress = Progress { steps: self.progress.steps + 1, samples: self.progress.samples + sequences };
+        let [seconds, bytes_sent, peak] = self.over_ranks(seconds)?;
+        let evaluation = config.evaluation.filter(|evaluation| self.progress.steps.is_multiple_of(evaluation.interval));
+        let evaluation =
+            evaluation.map(|evaluation| self.evaluate(&self.prepared.sources.evaluation, evaluation.steps));
+        let whole_batch = sequences == plan.workload.global_batch;
+        Ok(StepRecord {
+            step: self.progress.steps,
+            loss: updated.loss,
+            grad_norm: updated.gradient_norm,
+            learning_rate: rate,
+            tokens: sequences * plan.workload.sequence_length,
+            seconds,
+            bytes_sent: bytes_sent as u64,
+            peak_tensor_bytes: peak as u64,
+            mfu: measured_mfu(&plan.estimate, seconds, sequences as f64 / plan.workload.global_batch as f64),
+            predicted_seconds: whole_batch.then_some(plan.estimate.step.0),
+            evaluation_loss: evaluation.transpose()?,
+        })
+    }
+
+    /// The slowest rank's time, the bytes that all sent in the step, and the largest peak.
+    fn over_ranks(&mut self, seconds: f64) -> Result<[f64; 3], Error> {
+        let sent: u64 = self.world.traffic().iter().map(|traffic| traffic.bytes).sum();
+        let mut sum = [(sent - self.sent) as f64];
+        let mut most = [seconds, self.executor.memory.peak_bytes() as f64];
+        if let Some(all) = &self.all {
+            all.all_reduce(Reduction::Sum, &mut sum)?;
+            all.all_reduce(Reduction::Max, &mut most)?;
+        }
+        // What this exchange sent belongs to no step.
+        self.sent = self.world.traffic().iter().map(|traffic| traffic.bytes).sum();
+        Ok([most[0], sum[0], most[1]])
+    }
+
+    /// The mean loss over the first `batches` global batches of a source.
+    fn evaluate(&mut self, source: &Source, batches: u64) -> Result<f64, Error> {
+        let strategy = &self.plan.strategy;
+        let mut sum = 0.0;
+        for batch in 0..batches {
+            let input = self.read(source, batch * strategy.global_batch, strategy.num_micro_batches())?;
+            sum += self.executor.evaluate(&input)?;
+        }
+        self.sent = self.world.traffic().iter().map(|traffic| traffic.bytes).sum();
+        Ok(sum / batches as f64)
+    }
+
+    /// The micro-batches of this rank's replica; stages between the ends read none.
+    fn read(&self, source: &Source, consumed: u64, micro_batches: u64) -> Result<MicroBatches, Error> {
+        let strategy = &self.plan.strategy;
+        let length = self.plan.workload.sequence_length;
+        let shape = BatchShape { data_parallel: strategy.data_parallel, micro_batch: strategy.micro_batch };
+        let place = &self.executor.place;
+        let reads = place.stage == 0 || place.stage + 1 == place.stages;
+        let mut input = MicroBatches { positions: (0..length as u32).collect(), ..MicroBatches::default() };
+        for micro_batch in 0..micro_batches {
+            let (tokens, targets) = match reads {
+                true => {
+                    let replica = place.place.on(SplitAxis::Data).index;
+                    let first = sample_index(consumed, shape, micro_batch, replica, 0);
+                    read_micro_batch(source, first, strategy.micro_batch, length as usize)
+                        .map_err(|problem| Error::BadInput(vec![problem]))?
+                }
+                false => (Vec::new(), Vec::new()),
+            };
+            input.tokens.push(tokens);
+            input.targets.push(targets);
+        }
+        Ok(input)
+    }
+}
+
+/// A rank with its first weights: read, or made up from the seed.
+fn start_executor<'a>(
+    plan: &'a Plan,
+    program: &'a Program,
+    prepared: &Prepared,
+    world: &'a World,
+) -> Result<Executor<'a>, Error> {
+    let config = &prepared.config;
+    let settings = Initialisation {
+        seed: config.seed,
+        deviation: config.initialisation.deviation,
+        num_layers: plan.model.num_layers,
+        vocabulary_rows: plan.model.vocabulary.rows(),
+    };
+    let decays = |name: &str, parameter: &Parameter| has_weight_decay(&config.optimizer, name, parameter);
+    let mut fill =
+        |name: &str, parameter: &Parameter, region: &Region, range: std::ops::Range<u64>, out: &mut [f32]| {
+            match &prepared.weights {
+                None => fill_initial(&settings, name, parameter, region, range, out),
+                Some(checkpoint) => {
+                    let elements = range.start as usize..range.end as usize;
+                    let read = checkpoint.read_elements(name, &dim_ranges(parameter, region), elements);
+                    out.copy_from_slice(&read.map_err(|problem| Error::BadInput(vec![problem]))?);
+                }
+            }
+            Ok(())
+        };
+    Executor::new(plan, program, world, &decays, &mut fill)
+}
+
+fn dim_ranges(parameter: &Parameter, region: &Region) -> Vec<DimRange> {
+    let range = |((name, _), span): (&(DimName, u64), &crate::random::Span)| DimRange {
+        name: *name,
+        start: span.start,
+        length: span.length,
+    };
+    parameter.shape.iter().zip(&region.spans).map(range).collect()
+}
+
+/// The folder that a path names is free for an export.
+///
+/// # Errors
+/// `Error::BadInput` if something is there already.
+pub fn check_export(path: &Path) -> Result<(), Error> {
+    let occupied = path.is_file() || std::fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_some());
+    match occupied {
+        true => Err(Error::BadInput(vec![Problem::new(
+            "weights would be written over what is there",
+            path.display().to_string(),
+            "name a folder that does not exist or is empty",
+        )])),
+        false => Ok(()),
+    }
+}
