@@ -17,6 +17,7 @@ mod reduction;
 mod rotary;
 mod rows;
 mod softmax;
+mod vector;
 
 use ir::program::Op;
 
@@ -111,9 +112,15 @@ pub fn apply(op: &Op, operands: Vec<Operand>, result: &ResultShape) -> Tensor {
         Op::Softmax => softmax::softmax(next(), result),
         Op::SoftmaxGradient => softmax::softmax_gradient(next().tensor(), next(), result),
         Op::Gelu => elementwise::map(next(), result, activation::gelu),
-        Op::GeluGradient => elementwise::zip_either(next(), next(), result, |x, dy| activation::gelu_slope(x) * dy),
+        Op::GeluGradient => {
+            let input = next();
+            elementwise::zip(next(), input.tensor(), result, activation::gelu_gradient)
+        }
         Op::Silu => elementwise::map(next(), result, activation::silu),
-        Op::SiluGradient => elementwise::zip_either(next(), next(), result, |x, dy| activation::silu_slope(x) * dy),
+        Op::SiluGradient => {
+            let input = next();
+            elementwise::zip(next(), input.tensor(), result, activation::silu_gradient)
+        }
         Op::Rotary { base } => rotary::rotary(next(), 1.0, *base, result),
         Op::RotaryGradient { base } => rotary::rotary(next(), -1.0, *base, result),
         Op::Rename => next().into_shared().renamed(result.dims),

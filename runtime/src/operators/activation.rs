@@ -15,9 +15,15 @@ pub fn gelu(x: f32) -> f32 {
 
 /// Derivative of [`gelu`]: s + 2 x s (1 − s) du/dx with s = sigmoid(2u).
 #[inline(always)]
-pub fn gelu_slope(x: f32) -> f32 {
+fn gelu_slope(x: f32) -> f32 {
     let s = sigmoid(2.0 * ROOT * (x + CUBE * x * x * x));
     s + 2.0 * x * s * (1.0 - s) * (ROOT * (1.0 + 3.0 * CUBE * x * x))
+}
+
+/// Gradient of [`gelu`]'s argument from that of its value.
+#[inline(always)]
+pub fn gelu_gradient(dy: f32, x: f32) -> f32 {
+    gelu_slope(x) * dy
 }
 
 /// x · sigmoid(x).
@@ -28,7 +34,13 @@ pub fn silu(x: f32) -> f32 {
 
 /// Derivative of [`silu`].
 #[inline(always)]
-pub fn silu_slope(x: f32) -> f32 {
+fn silu_slope(x: f32) -> f32 {
     let s = sigmoid(x);
     s * (1.0 + x * (1.0 - s))
+}
+
+/// Gradient of [`silu`]'s argument from that of its value.
+#[inline(always)]
+pub fn silu_gradient(dy: f32, x: f32) -> f32 {
+    silu_slope(x) * dy
 }

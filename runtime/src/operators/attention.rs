@@ -10,9 +10,8 @@ use ir::program::AttentionOperand;
 
 use super::exponential::exp;
 use super::matrix::{Extents, Matrix, MatrixMut, multiply};
-use super::parallel::{dot, maximum, sum};
 use super::softmax::mask;
-use super::{ResultShape, in_format, in_single, parallel};
+use super::{ResultShape, in_format, in_single, parallel, vector};
 use crate::tensor::{Dims, Format, Tensor, strides};
 
 /// Queries of a block.
@@ -191,7 +190,7 @@ impl<'a> Core<'a> {
             self.score(block, (start, length), scores);
             for (row, scores) in scores.chunks_mut(length).take(block.rows).enumerate() {
                 let shrunk = statistics.extend(row, scores, None);
-                context[row * width..(row + 1) * width].iter_mut().for_each(|x| *x *= shrunk);
+                vector::scale(&mut context[row * width..(row + 1) * width], shrunk);
             }
             let extents = Extents { rows: block.rows, columns: width, summed: length };
             let values = matrix(self.values, block, start);
@@ -199,9 +198,8 @@ impl<'a> Core<'a> {
             multiply(extents, Matrix::new(scores, length, 1), values, into, start > 0, false);
         }
         for (row, numbers) in context.chunks_mut(width).enumerate() {
-            let scale = 1.0 / statistics.sum[row];
-            numbers.iter_mut().for_each(|x| *x *= scale);
-            target.write_row(row, numbers);
+            vector::scale(numbers, 1.0 / statistics.sum[row]);
+            target.put_row(row, numbers, false);
         }
     }
 
@@ -217,7 +215,7 @@ impl<'a> Core<'a> {
             mask(scores, open, self.scale, slope);
             // The bias counts from the first key, not from the strip's.
             if self.alibi && start > 0 {
-                scores[..open].iter_mut().for_each(|x| *x += slope * start as f32);
+                vector::map(&mut scores[..open], |x| x + slope * start as f32);
             }
         }
     }
@@ -250,13 +248,11 @@ impl<'a> Core<'a> {
             for (row, (weights, products)) in rows.enumerate() {
                 let (most, scale) = (statistics.most[row], 1.0 / statistics.sum[row]);
                 if again {
-                    weights.iter_mut().for_each(|x| *x = exp(*x - most));
+                    vector::exponentials(weights, most);
                 }
                 let along = statistics.along[row] * scale;
-                for (weight, product) in weights.iter_mut().zip(products) {
-                    *weight *= scale;
-                    *product = *weight * (*product - along) * self.scale;
-                }
+                vector::scale(weights, scale);
+                vector::zip(products, weights, |product, weight| weight * (product - along) * self.scale);
             }
             self.add_products(block, gradient, wanted, targets, strip, [scores, products]);
         }
@@ -329,15 +325,13 @@ impl Statistics {
     /// Takes a row's next scores in, which become exp(score − maximum so far); gives the factor by which
     /// what was computed from earlier strips shrinks. Every query sees the first key, so that the first
     /// strip's maximum is a number.
-    #[inline(always)]
     fn extend(&mut self, row: usize, scores: &mut [f32], products: Option<&[f32]>) -> f32 {
-        let most = self.most[row].max(maximum(scores));
+        let most = self.most[row].max(vector::maximum(scores));
         let shrunk = exp(self.most[row] - most);
-        scores.iter_mut().for_each(|x| *x = exp(*x - most));
         self.most[row] = most;
-        self.sum[row] = self.sum[row] * shrunk + sum(scores, |x| x);
+        self.sum[row] = self.sum[row] * shrunk + vector::exponentials(scores, most);
         if let Some(products) = products {
-            self.along[row] = self.along[row] * shrunk + dot(scores, products);
+            self.along[row] = self.along[row] * shrunk + vector::dot(scores, products);
         }
         shrunk
     }

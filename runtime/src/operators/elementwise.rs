@@ -1,6 +1,6 @@
 //! Elementwise operators with broadcasting by dim name, in place where the first operand may be reused.
 
-use super::{Operand, ResultShape, parallel};
+use super::{Operand, ResultShape, parallel, vector};
 use crate::tensor::{Dims, Tensor, Values, size_of, strides};
 
 /// Part of an operand along a row of the result.
@@ -70,14 +70,14 @@ pub fn fold<const N: usize>(
 
 /// An elementwise function of one operand.
 pub fn map(operand: Operand, result: &ResultShape, f: impl Fn(f32) -> f32 + Sync) -> Tensor {
-    fold(operand, [], result, |numbers, []| numbers.iter_mut().for_each(|number| *number = f(*number)))
+    fold(operand, [], result, |numbers, []| vector::map(numbers, &f))
 }
 
 /// An elementwise function of two operands.
 pub fn zip(first: Operand, second: &Tensor, result: &ResultShape, f: impl Fn(f32, f32) -> f32 + Sync) -> Tensor {
     fold(first, [second], result, |numbers, [other]| match other {
-        Row::Numbers(other) => numbers.iter_mut().zip(other).for_each(|(number, other)| *number = f(*number, *other)),
-        Row::Constant(other) => numbers.iter_mut().for_each(|number| *number = f(*number, other)),
+        Row::Numbers(other) => vector::zip(numbers, other, &f),
+        Row::Constant(other) => vector::map(numbers, |number| f(number, other)),
     })
 }
 

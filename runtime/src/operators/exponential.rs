@@ -25,10 +25,11 @@ pub fn exp(x: f32) -> f32 {
     let p = p * r + 0.5;
     let p = p * r * r + r + 1.0;
     // 2^128 has no exponent of its own: the power is applied in two halves.
-    let n = shifted.to_bits() as i32 - ROUND.to_bits() as i32;
+    // Wrapping sums, because checks of overflow, which cannot happen, would be branches.
+    let n = (shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
     let half = n >> 1;
-    let power = |n: i32| f32::from_bits(((n + 127) as u32) << 23);
-    let scaled = p * power(half) * power(n - half);
+    let power = |n: i32| f32::from_bits((n.wrapping_add(127) as u32) << 23);
+    let scaled = p * power(half) * power(n.wrapping_sub(half));
     let scaled = if x < LOWEST { 0.0 } else { scaled };
     let scaled = if x > HIGHEST { f32::INFINITY } else { scaled };
     if x.is_nan() { x } else { scaled }

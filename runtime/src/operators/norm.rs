@@ -3,8 +3,10 @@
 //! Statistics are computed again in backward: a row is read anyway.
 
 use ir::model::NormKind;
+use multiversion::multiversion;
 
-use super::parallel::{PIECE, map, sum, sum_pairs};
+use super::parallel::{PIECE, map};
+use super::vector::{self, sum_of, sum_of_pairs};
 use super::{Operand, ResultShape, change_rows, in_format};
 use crate::tensor::{Format, Tensor};
 
@@ -22,15 +24,15 @@ pub struct Moments {
 pub fn moments(kind: NormKind, row: &[f32], epsilon: f32) -> Moments {
     let count = row.len() as f32;
     let mean = match kind {
-        NormKind::LayerNorm => sum(row, |x| x) / count,
+        NormKind::LayerNorm => sum_of(row, |x| x) / count,
         NormKind::RmsNorm => 0.0,
     };
-    let variance = sum(row, |x| (x - mean) * (x - mean)) / count;
+    let variance = sum_of(row, |x| (x - mean) * (x - mean)) / count;
     Moments { mean, scale: 1.0 / (variance + epsilon).sqrt() }
 }
 
 /// (x − mean) · scale · weight + bias, in place.
-#[inline(always)]
+#[multiversion(targets = "simd")]
 pub fn normalize(kind: NormKind, row: &mut [f32], weight: &[f32], bias: Option<&[f32]>, epsilon: f32) {
     let Moments { mean, scale } = moments(kind, row, epsilon);
     match bias {
@@ -81,13 +83,13 @@ pub fn input_gradient(
 }
 
 /// Turns a row of the result's gradient into that of the input.
-#[inline(always)]
+#[multiversion(targets = "simd")]
 pub fn differentiate(kind: NormKind, x: &[f32], weight: &[f32], row: &mut [f32], epsilon: f32) {
     let count = row.len() as f32;
     let Moments { mean, scale } = moments(kind, x, epsilon);
     row.iter_mut().zip(weight).for_each(|(g, weight)| *g *= weight);
-    let level = if kind == NormKind::LayerNorm { sum(row, |g| g) / count } else { 0.0 };
-    let along = sum_pairs(row, x, |g, x| g * (x - mean)) * scale * scale / count;
+    let level = if kind == NormKind::LayerNorm { sum_of(row, |g| g) / count } else { 0.0 };
+    let along = sum_of_pairs(row, x, |g, x| g * (x - mean)) * scale * scale / count;
     row.iter_mut().zip(x).for_each(|(g, x)| *g = scale * (*g - level - (x - mean) * along));
 }
 
@@ -105,11 +107,17 @@ pub fn weight_gradient(
         let (mut scratch, mut gradient_scratch) = (Vec::new(), Vec::new());
         let x = input.read(at * width..(at + 1) * width, &mut scratch);
         let dy = gradient.read(at * width..(at + 1) * width, &mut gradient_scratch);
-        let Moments { mean, scale } = moments(kind, x, epsilon);
-        for ((sum, x), dy) in sums.iter_mut().zip(x).zip(dy) {
-            *sum += (x - mean) * scale * dy;
-        }
+        add_product(kind, sums, x, dy, epsilon);
     })
+}
+
+/// Adds normalized input times gradient.
+#[multiversion(targets = "simd")]
+pub fn add_product(kind: NormKind, sums: &mut [f32], x: &[f32], dy: &[f32], epsilon: f32) {
+    let Moments { mean, scale } = moments(kind, x, epsilon);
+    for ((sum, x), dy) in sums.iter_mut().zip(x).zip(dy) {
+        *sum += (x - mean) * scale * dy;
+    }
 }
 
 /// The sum over rows of what `add` adds for each: blocks of rows first, then the blocks in order.
@@ -122,7 +130,7 @@ pub fn sum_rows(width: usize, rows: usize, result: &ResultShape, add: impl Fn(us
     });
     let mut total = Tensor::zeros(result.memory, result.dims, Format::Single);
     for sums in blocks {
-        total.singles_mut().iter_mut().zip(sums).for_each(|(total, sum)| *total += sum);
+        vector::add(total.singles_mut(), &sums);
     }
     in_format(total, result)
 }

@@ -1,7 +1,7 @@
 //! Sums and maxima over the dims that the result lacks.
 
 use super::norm::sum_rows;
-use super::{ResultShape, in_format, parallel};
+use super::{ResultShape, in_format, parallel, vector};
 use crate::tensor::{Dims, Format, Tensor, strides};
 
 /// Which dims of an operand a reduction keeps.
@@ -28,9 +28,9 @@ pub fn sum(operand: &Tensor, result: &ResultShape) -> Tensor {
         Kept::Last => sum_rows(width, operand.len() / width, result, |row, sums| {
             let mut scratch = Vec::new();
             let numbers = values.read(row * width..(row + 1) * width, &mut scratch);
-            sums.iter_mut().zip(numbers).for_each(|(sum, x)| *sum += x);
+            vector::add(sums, numbers);
         }),
-        Kept::First => along_rows(operand, result, |row| parallel::sum(row, |x| x)),
+        Kept::First => along_rows(operand, result, vector::sum),
         Kept::Scattered => scattered(operand, result, 0.0, |sum, x| *sum += x),
     }
 }
@@ -38,7 +38,7 @@ pub fn sum(operand: &Tensor, result: &ResultShape) -> Tensor {
 /// Maximum over the dims that the result lacks.
 pub fn maximum(operand: &Tensor, result: &ResultShape) -> Tensor {
     match kept(&operand.dims, result.dims) {
-        Kept::First => along_rows(operand, result, parallel::maximum),
+        Kept::First => along_rows(operand, result, vector::maximum),
         _ => scattered(operand, result, f32::NEG_INFINITY, |best, x| *best = best.max(x)),
     }
 }
@@ -55,7 +55,7 @@ fn sum_few(operand: &Tensor, result: &ResultShape) -> Tensor {
             for row in 1..operand.len() / width {
                 let from = row * width + start;
                 let numbers = values.read(from..from + sums.len(), &mut scratch);
-                sums.iter_mut().zip(numbers).for_each(|(sum, x)| *sum += x);
+                vector::add(sums, numbers);
             }
         });
     });

@@ -2,7 +2,7 @@
 
 use ir::graph::DimName;
 
-use super::{Operand, ResultShape, change_rows, fill_rows, in_format, parallel};
+use super::{Operand, ResultShape, change_rows, fill_rows, in_format, vector};
 use crate::tensor::{Dims, Format, Tensor};
 
 /// Rows of a table `[rows, hidden]`; a row that another rank holds is zero.
@@ -29,15 +29,13 @@ pub fn add_rows(ids: &Tensor, gradient: &Tensor, table: &mut Tensor, result: &Re
     let (rows, start) = (table.len() / width, row_start(&table.dims, result));
     let values = gradient.values();
     let table = table.singles_mut();
-    parallel::vectorized(|| {
-        let mut scratch = Vec::new();
-        for (token, id) in ids.ids().iter().enumerate() {
-            if let Some(row) = own_row(*id, start, rows) {
-                let numbers = values.read(token * width..(token + 1) * width, &mut scratch);
-                table[row * width..(row + 1) * width].iter_mut().zip(numbers).for_each(|(sum, x)| *sum += x);
-            }
+    let mut scratch = Vec::new();
+    for (token, id) in ids.ids().iter().enumerate() {
+        if let Some(row) = own_row(*id, start, rows) {
+            let numbers = values.read(token * width..(token + 1) * width, &mut scratch);
+            vector::add(&mut table[row * width..(row + 1) * width], numbers);
         }
-    });
+    }
 }
 
 /// The same numbers with minus infinity in the vocabulary's columns from the given one on.

@@ -1,10 +1,9 @@
 //! Scale, causal mask, linear bias and softmax of attention scores as operators of their own.
 
 use ir::graph::DimName;
+use multiversion::multiversion;
 
-use super::exponential::exp;
-use super::parallel::{dot, maximum};
-use super::{Operand, Place, ResultShape, change_rows};
+use super::{Operand, Place, ResultShape, change_rows, vector};
 use crate::tensor::{Dims, Tensor, size_of};
 
 /// Scores `[…, key_sequence]` scaled, plus slope · key position if `alibi`, minus infinity above the diagonal.
@@ -23,7 +22,7 @@ pub fn scale_mask_gradient(gradient: Operand, scale: f64, result: &ResultShape) 
     let scale = scale as f32;
     change_rows(gradient, rows.width, result, |row, numbers| {
         let (open, closed) = numbers.split_at_mut(rows.open(row));
-        open.iter_mut().for_each(|x| *x *= scale);
+        vector::scale(open, scale);
         closed.fill(0.0);
     })
 }
@@ -41,13 +40,13 @@ pub fn softmax_gradient(output: &Tensor, gradient: Operand, result: &ResultShape
     change_rows(gradient, width, result, |row, dy| {
         let mut scratch = Vec::new();
         let y = output.read(row * width..(row + 1) * width, &mut scratch);
-        let along = dot(y, dy);
-        dy.iter_mut().zip(y).for_each(|(dy, y)| *dy = y * (*dy - along));
+        let along = vector::dot(y, dy);
+        vector::zip(dy, y, |dy, y| y * (dy - along));
     })
 }
 
 /// Scale, bias and mask of a row: the first `open` columns can be seen.
-#[inline(always)]
+#[multiversion(targets = "simd")]
 pub fn mask(row: &mut [f32], open: usize, scale: f32, slope: f32) {
     let (open, closed) = row.split_at_mut(open);
     open.iter_mut().enumerate().for_each(|(column, x)| *x = *x * scale + slope * column as f32);
@@ -55,12 +54,10 @@ pub fn mask(row: &mut [f32], open: usize, scale: f32, slope: f32) {
 }
 
 /// Softmax of a row.
-#[inline(always)]
 pub fn normalize(row: &mut [f32]) {
-    let most = maximum(row);
-    row.iter_mut().for_each(|x| *x = exp(*x - most));
-    let scale = 1.0 / super::parallel::sum(row, |x| x);
-    row.iter_mut().for_each(|x| *x *= scale);
+    let most = vector::maximum(row);
+    let sum = vector::exponentials(row, most);
+    vector::scale(row, 1.0 / sum);
 }
 
 /// Slope of an attention head (ALiBi, arXiv 2108.12409, section 3, and its published code for counts that
