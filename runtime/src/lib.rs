@@ -21,6 +21,7 @@ pub mod place;
 pub mod prepare;
 pub mod random;
 pub mod run;
+pub mod optimizer;
 pub mod tensor;
 pub mod train;
 pub mod weights;

@@ -12,6 +12,7 @@ use ir::graph::DimName;
 
 pub use burn_backend::bf16;
 pub use memory::Memory;
+pub(crate) use values::rounded;
 pub use values::{Values, ValuesMut};
 
 use memory::Buffer;

@@ -125,7 +125,7 @@ fn narrow(numbers: &[f32], values: &mut [bf16]) {
 
 /// The nearest bf16, ties to even; without branches, so that loops of it are vectorised.
 #[inline(always)]
-fn rounded(number: f32) -> bf16 {
+pub(crate) fn rounded(number: f32) -> bf16 {
     let bits = number.to_bits();
     let nearest = ((bits.wrapping_add(0x7fff + (bits >> 16 & 1))) >> 16) as u16;
     let quiet = (bits >> 16) as u16 | 0x40;
