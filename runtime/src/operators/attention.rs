@@ -7,15 +7,16 @@
 
 use ir::graph::DimName;
 use ir::program::AttentionOperand;
+use multiversion::multiversion;
 
 use super::exponential::exp;
 use super::matrix::{Extents, Matrix, MatrixMut, multiply};
-use super::softmax::mask;
 use super::{ResultShape, in_format, in_single, parallel, vector};
 use crate::tensor::{Dims, Format, Tensor, strides};
 
-/// Queries of a block.
-const BLOCK: usize = 64;
+/// Queries of a block: whole tiles of the matrix product, and few, so that little above the diagonal is
+/// computed.
+const BLOCK: usize = 48;
 /// Keys of a strip.
 const STRIP: usize = 1024;
 
@@ -189,7 +190,7 @@ impl<'a> Core<'a> {
         for (start, length) in self.strips(block) {
             self.score(block, (start, length), scores);
             for (row, scores) in scores.chunks_mut(length).take(block.rows).enumerate() {
-                let shrunk = statistics.extend(row, scores, None);
+                let shrunk = statistics.extend(row, &mut scores[..block.open(row, start, length)], None);
                 vector::scale(&mut context[row * width..(row + 1) * width], shrunk);
             }
             let extents = Extents { rows: block.rows, columns: width, summed: length };
@@ -203,7 +204,7 @@ impl<'a> Core<'a> {
         }
     }
 
-    /// Masked scores of a block and a strip, row after row.
+    /// Scores of a block and a strip, row after row; 0 where a query does not see a key.
     fn score(&self, block: Block, (start, length): (usize, usize), scores: &mut [f32]) {
         let extents = Extents { rows: block.rows, columns: length, summed: self.query.1.width };
         let query = matrix(self.query, block, block.start);
@@ -211,12 +212,9 @@ impl<'a> Core<'a> {
         multiply(extents, query, keys, MatrixMut::new(scores, length, 1), false, false);
         let slope = if self.alibi { self.result.place.slope(block.head, block.query) } else { 0.0 };
         for (row, scores) in scores.chunks_mut(length).take(block.rows).enumerate() {
-            let open = (block.start + row + 1).saturating_sub(start).min(length);
-            mask(scores, open, self.scale, slope);
-            // The bias counts from the first key, not from the strip's.
-            if self.alibi && start > 0 {
-                vector::map(&mut scores[..open], |x| x + slope * start as f32);
-            }
+            let (open, closed) = scores.split_at_mut(block.open(row, start, length));
+            weigh_row(open, self.scale, slope, start);
+            closed.fill(0.0);
         }
     }
 
@@ -235,7 +233,8 @@ impl<'a> Core<'a> {
             self.weigh(block, gradient, strip, products);
             let rows = scores.chunks_mut(strip.1).zip(products.chunks(strip.1)).take(block.rows);
             for (row, (scores, products)) in rows.enumerate() {
-                statistics.extend(row, scores, Some(products));
+                let open = block.open(row, strip.0, strip.1);
+                statistics.extend(row, &mut scores[..open], Some(&products[..open]));
             }
         }
         let again = self.strips(block).count() > 1;
@@ -247,6 +246,9 @@ impl<'a> Core<'a> {
             let rows = scores.chunks_mut(strip.1).zip(products.chunks_mut(strip.1)).take(block.rows);
             for (row, (weights, products)) in rows.enumerate() {
                 let (most, scale) = (statistics.most[row], 1.0 / statistics.sum[row]);
+                let (weights, _) = weights.split_at_mut(block.open(row, strip.0, strip.1));
+                let (products, closed) = products.split_at_mut(weights.len());
+                closed.fill(0.0);
                 if again {
                     vector::exponentials(weights, most);
                 }
@@ -299,6 +301,21 @@ impl<'a> Core<'a> {
 fn matrix<'a>((numbers, heads): (&'a [f32], Heads), block: Block, position: usize) -> Matrix<'a> {
     let start = heads.start(block) + position * heads.strides[3];
     Matrix::new(&numbers[start..], heads.strides[3], heads.strides[4])
+}
+
+/// Scale and bias of a row of scores whose first key is at a position.
+#[multiversion(targets = "simd")]
+fn weigh_row(scores: &mut [f32], scale: f32, slope: f32, position: usize) {
+    for (column, x) in scores.iter_mut().enumerate() {
+        *x = *x * scale + slope * (position + column) as u32 as f32;
+    }
+}
+
+impl Block {
+    /// How many keys of a strip the block's row sees.
+    fn open(&self, row: usize, start: usize, length: usize) -> usize {
+        (self.start + row + 1).saturating_sub(start).min(length)
+    }
 }
 
 impl Heads {

@@ -4,6 +4,7 @@
 //! (ACM TOMS 34(3), 2008). What is summed is cut by its length alone, so that the result's bits depend
 //! neither on threads nor on which part of the result is computed where.
 
+use std::arch::x86_64::{_MM_TRANSPOSE4_PS, _mm_loadu_ps, _mm_storeu_ps};
 use std::cell::RefCell;
 
 use super::kernel::{COLUMNS, ROWS, tile};
@@ -15,6 +16,9 @@ const DEPTH: usize = 384;
 const PACKED_ROWS: usize = 12 * ROWS;
 /// Columns of the second operand that are packed at once, for the third-level cache.
 const PACKED_COLUMNS: usize = 64 * COLUMNS;
+
+/// Columns that are turned into rows at once: what they are written to then stays in the first-level cache.
+const CHUNK: usize = 64;
 
 /// A cache line of packed numbers.
 #[derive(Clone, Copy)]
@@ -81,25 +85,79 @@ fn pack<'p, const WIDTH: usize>(matrix: Matrix, rows: usize, depth: usize, into:
     for (panel, packed) in into.chunks_exact_mut(WIDTH * depth).enumerate().take(rows.div_ceil(WIDTH)) {
         let first = panel * WIDTH;
         let count = WIDTH.min(rows - first);
-        let (row, column) = (matrix.row, matrix.column);
         if count < WIDTH {
             packed.fill(0.0);
         }
-        if row == 1 {
-            for (at, packed) in packed.chunks_exact_mut(WIDTH).enumerate() {
-                let from = first + at * column;
-                packed[..count].copy_from_slice(&matrix.values[from..from + count]);
-            }
+        let panel = matrix.part(first, 0);
+        if matrix.row == 1 {
+            pack_columns::<WIDTH>(panel, count, packed);
+        } else if matrix.column == 1 {
+            pack_rows::<WIDTH>(panel, count, depth, packed);
         } else {
-            for place in 0..count {
-                let start = (first + place) * row;
-                for (at, packed) in packed.chunks_exact_mut(WIDTH).enumerate() {
-                    packed[place] = matrix.values[start + at * column];
+            for (at, packed) in packed.chunks_exact_mut(WIDTH).enumerate() {
+                for (place, number) in packed[..count].iter_mut().enumerate() {
+                    *number = panel.values[place * matrix.row + at * matrix.column];
                 }
             }
         }
     }
     into
+}
+
+/// Packs columns whose numbers are neighbours.
+fn pack_columns<const WIDTH: usize>(panel: Matrix, count: usize, packed: &mut [f32]) {
+    for (at, packed) in packed.chunks_exact_mut(WIDTH).enumerate() {
+        let numbers = &panel.values[at * panel.column..];
+        // A whole column has a length known here, so that it is copied by vectors without a call.
+        match (count == WIDTH, packed.first_chunk_mut::<WIDTH>(), numbers.first_chunk::<WIDTH>()) {
+            (true, Some(packed), Some(numbers)) => *packed = *numbers,
+            _ => packed[..count].copy_from_slice(&numbers[..count]),
+        }
+    }
+}
+
+/// Packs rows whose numbers are neighbours: four rows and four columns at a time, a square on its diagonal.
+#[allow(unsafe_code)]
+fn pack_rows<const WIDTH: usize>(panel: Matrix, count: usize, depth: usize, packed: &mut [f32]) {
+    assert!(0 < count && count <= WIDTH && packed.len() >= WIDTH * depth, "the panel holds the rows");
+    assert!((count - 1) * panel.row + depth <= panel.values.len(), "the rows lie inside the matrix");
+    let (rows, columns) = (count - count % 4, depth - depth % 4);
+    for chunk in (0..columns).step_by(CHUNK) {
+        for row in (0..rows).step_by(4) {
+            for column in (chunk..columns.min(chunk + CHUNK)).step_by(4) {
+                let from = panel.values[row * panel.row + column..].as_ptr();
+                let into = packed[column * WIDTH + row..].as_mut_ptr();
+                // SAFETY: four rows from `row` and four columns from `column` lie inside both, as asserted.
+                unsafe { turn_square(from, panel.row, into, WIDTH) };
+            }
+        }
+    }
+    for row in 0..count {
+        let from = if row < rows { columns } else { 0 };
+        let numbers = &panel.values[row * panel.row..][..depth];
+        for column in from..depth {
+            packed[column * WIDTH + row] = numbers[column];
+        }
+    }
+}
+
+/// Writes four rows of four numbers as columns.
+///
+/// # Safety
+/// Four numbers can be read at each of four places `from_stride` apart, and written `into_stride` apart.
+#[allow(unsafe_code)]
+#[inline(always)]
+unsafe fn turn_square(from: *const f32, from_stride: usize, into: *mut f32, into_stride: usize) {
+    // SAFETY: as the caller grants; every x86-64 processor has SSE.
+    unsafe {
+        let (mut a, mut b) = (_mm_loadu_ps(from), _mm_loadu_ps(from.add(from_stride)));
+        let (mut c, mut d) = (_mm_loadu_ps(from.add(2 * from_stride)), _mm_loadu_ps(from.add(3 * from_stride)));
+        _MM_TRANSPOSE4_PS(&mut a, &mut b, &mut c, &mut d);
+        _mm_storeu_ps(into, a);
+        _mm_storeu_ps(into.add(into_stride), b);
+        _mm_storeu_ps(into.add(2 * into_stride), c);
+        _mm_storeu_ps(into.add(3 * into_stride), d);
+    }
 }
 
 #[allow(unsafe_code)]
