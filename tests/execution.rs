@@ -4,6 +4,8 @@
 mod ranks;
 mod support;
 
+use std::collections::BTreeMap;
+
 use ir::graph::build_graph;
 use ir::model::Workload;
 use ir::plan::Plan;
@@ -12,8 +14,8 @@ use ir::verify::verify;
 use planner::lower::{lower, search_report};
 use planner::request::{FixedChoices, Request, check_request};
 use planner::search::search;
-use ranks::{Run, execute, interpret};
-use runtime::executor::AdamW;
+use ranks::{Run, execute, interpret, planned, sent};
+use runtime::executor::StepOptions;
 use support::machine;
 use support::small::{Family, SEQUENCE, Shape, small_model};
 
@@ -23,7 +25,7 @@ const NORM: f64 = 1e-5;
 
 fn run() -> Run {
     let optimizer =
-        AdamW { learning_rate: 1e-3, betas: (0.9, 0.95), epsilon: 1e-8, weight_decay: 0.1, clip: Some(0.02) };
+        StepOptions { learning_rate: 1e-3, betas: (0.9, 0.95), epsilon: 1e-8, weight_decay: 0.1, clip: Some(0.02) };
     Run { steps: 3, seed: 11, optimizer }
 }
 
@@ -59,7 +61,11 @@ fn check(name: &str, plan: &Plan) {
     let run = run();
     let (losses, norms, weights) = interpret(plan, &run);
     let ranks = execute(plan, &run);
-    for (number, rank) in ranks.iter().enumerate() {
+    let expected: BTreeMap<_, u64> =
+        planned(plan).into_iter().map(|(link, bytes)| (link, bytes * run.steps as u64)).collect();
+    let found: BTreeMap<_, u64> = sent(&ranks).into_iter().filter(|(_, bytes)| *bytes > 0).collect();
+    assert_eq!(found, expected, "{name}: bytes sent");
+    for rank in &ranks {
         for step in 0..run.steps {
             assert!(close(rank.losses[step], losses[step], LOSS), "{name}: loss {:?} {losses:?}", rank.losses);
             assert!(close(rank.norms[step], norms[step], NORM), "{name}: norm {:?} {norms:?}", rank.norms);
@@ -73,7 +79,7 @@ fn check(name: &str, plan: &Plan) {
                     // Key biases of models without rotary positions have no gradient but rounding errors.
                     let off = (f64::from(*number) - expected.get(index).copied().unwrap_or(0.0)).abs();
                     let bound = if parameter.ends_with("key.bias") { 2.0 * 3e-3 } else { 3e-4 };
-                    assert!(off <= bound, "{name}: rank {number}: {parameter} element {index} is off by {off}");
+                    assert!(off <= bound, "{name}: {parameter} element {index} is off by {off}");
                 }
             }
         }

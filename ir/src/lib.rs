@@ -22,5 +22,6 @@ pub mod schedule;
 pub mod sharding;
 pub mod strategy;
 pub mod text;
+pub mod traffic;
 pub mod units;
 pub mod verify;

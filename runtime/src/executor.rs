@@ -3,7 +3,6 @@
 //! The program says what happens and in which order; nothing is decided here. What depends on the rank (local
 //! extents, offsets, peers, last uses) is resolved once, when the plan is read (`steps`).
 
-mod adamw;
 mod exchange;
 mod gradient;
 mod links;
@@ -34,7 +33,7 @@ use pass::Frame;
 use steps::{RankBody, resolve};
 
 pub use parameters::{Fill, Held};
-pub use update::{AdamW, Updated};
+pub use update::{StepOptions, Updated};
 
 /// Most passes of a stage in a step.
 const MOST_PASSES: usize = 1 << 24;
@@ -120,10 +119,10 @@ impl<'a> Executor<'a> {
     ///
     /// # Errors
     /// A lost rank or link; `Error::Numerical` before the update if the loss or the norm is no number.
-    pub fn step(&mut self, input: &MicroBatches, adamw: &AdamW) -> Result<Updated, Error> {
+    pub fn step(&mut self, input: &MicroBatches, options: &StepOptions) -> Result<Updated, Error> {
         let program = self.program;
         self.run(&program.stages[self.place.stage].schedule, input)?;
-        self.update(input, adamw)
+        self.update(input, options)
     }
 
     /// Runs the forward passes only; the mean loss, on every rank.

@@ -15,7 +15,7 @@ use ir::text::content_hash;
 use crate::Error;
 use crate::communicator::{Group, Options, Reduction, World};
 use crate::data::{BatchShape, Source, Sources, open_corpus, read_micro_batch, sample_index, synthetic};
-use crate::executor::{AdamW, Executor, MicroBatches};
+use crate::executor::{Executor, MicroBatches, StepOptions};
 use crate::gather::export_weights;
 use crate::initial::{Initialisation, fill_initial};
 use crate::launch::Launch;
@@ -188,7 +188,7 @@ impl<'a> Run<'a> {
         let rate = learning_rate(config, self.progress);
         let input = self.read(&self.prepared.sources.training, self.progress.samples, micro_batches)?;
         let optimizer = &config.optimizer;
-        let adamw = AdamW {
+        let options = StepOptions {
             learning_rate: rate,
             betas: optimizer.betas,
             epsilon: optimizer.eps,
@@ -196,7 +196,7 @@ impl<'a> Run<'a> {
             clip: optimizer.clip,
         };
         let start = Instant::now();
-        let updated = self.executor.step(&input, &adamw)?;
+        let updated = self.executor.step(&input, &options)?;
         let seconds = start.elapsed().as_secs_f64();
         let sequences = micro_batches * strategy.micro_batch * strategy.data_parallel;
         self.progress = Progress { steps: self.progress.steps + 1, samples: self.progress.samples + sequences };

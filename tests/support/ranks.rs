@@ -3,10 +3,13 @@
 use std::collections::BTreeMap;
 
 use ir::interpreter::{self, Sizes, StepInput, degrees_of};
+use ir::placement::Placement;
 use ir::plan::Plan;
 use ir::reference::{Batch, initial_parameters, random_batch};
-use runtime::communicator::{Operation, Options, Traffic, World, run_ranks};
-use runtime::executor::{AdamW, Executor, MicroBatches};
+use ir::sharding::tensor_split;
+use ir::traffic::{Collective, Link, step_traffic};
+use runtime::communicator::{Options, Traffic, World, run_ranks};
+use runtime::executor::{Executor, MicroBatches, StepOptions};
 
 /// What a rank came to.
 #[derive(Debug)]
@@ -29,7 +32,7 @@ pub struct RankRun {
 pub struct Run {
     pub steps: usize,
     pub seed: u64,
-    pub optimizer: AdamW,
+    pub optimizer: StepOptions,
 }
 
 /// Tokens and targets of each step.
@@ -68,6 +71,7 @@ fn run_rank(plan: &Plan, run: &Run, world: &World, whole: &BTreeMap<String, Vec<
     })
     .expect("the parameters are there");
     let evaluation = executor.evaluate(&of_replica(plan, &executor, &batches[0])).expect("the evaluation runs");
+    let before = world.traffic();
     let (mut losses, mut norms) = (Vec::new(), Vec::new());
     for batch in batches {
         let input = of_replica(plan, &executor, batch);
@@ -91,7 +95,25 @@ fn run_rank(plan: &Plan, run: &Run, world: &World, whole: &BTreeMap<String, Vec<
         });
         weights.insert(held.name.clone(), runs);
     }
-    RankRun { losses, norms, weights, traffic: world.traffic(), peak: executor.memory.peak_bytes(), evaluation }
+    let traffic = since(&before, world.traffic());
+    RankRun { losses, norms, weights, traffic, peak: executor.memory.peak_bytes(), evaluation }
+}
+
+/// What was sent since an earlier count.
+fn since(before: &[Traffic], now: Vec<Traffic>) -> Vec<Traffic> {
+    let earlier = |traffic: &Traffic| {
+        let same = |other: &&Traffic| (&other.members, other.operation) == (&traffic.members, traffic.operation);
+        before.iter().filter(same).map(|other| other.bytes).sum::<u64>()
+    };
+    let mut merged: Vec<Traffic> = Vec::new();
+    for traffic in now {
+        match merged.iter_mut().find(|other| (&other.members, other.operation) == (&traffic.members, traffic.operation))
+        {
+            Some(other) => other.bytes += traffic.bytes,
+            None => merged.push(traffic),
+        }
+    }
+    merged.into_iter().map(|traffic| Traffic { bytes: traffic.bytes - earlier(&traffic), ..traffic }).collect()
 }
 
 /// The micro-batches of a rank's replica.
@@ -114,7 +136,7 @@ pub fn interpret(plan: &Plan, run: &Run) -> (Vec<f64>, Vec<f64>, BTreeMap<String
         sequence: plan.workload.sequence_length as usize,
         degrees: degrees_of(plan).expect("the plan is sound"),
     };
-    let AdamW { learning_rate, betas, epsilon, weight_decay, clip } = run.optimizer;
+    let StepOptions { learning_rate, betas, epsilon, weight_decay, clip } = run.optimizer;
     let optimizer = interpreter::Optimizer {
         learning_rate,
         beta1: betas.0,
@@ -135,11 +157,36 @@ pub fn interpret(plan: &Plan, run: &Run) -> (Vec<f64>, Vec<f64>, BTreeMap<String
     (losses, norms, world.parameters().expect("copies agree"))
 }
 
-/// Bytes that all ranks sent, by kind of operation.
-pub fn sent(runs: &[RankRun]) -> BTreeMap<Operation, u64> {
+/// Bytes that all ranks sent, by kind of operation and number of members.
+pub fn sent(runs: &[RankRun]) -> BTreeMap<(&'static str, usize), u64> {
     let mut sent = BTreeMap::new();
     for traffic in runs.iter().flat_map(|run| &run.traffic) {
-        *sent.entry(traffic.operation).or_insert(0) += traffic.bytes;
+        *sent.entry((traffic.operation.name(), traffic.members.len())).or_insert(0) += traffic.bytes;
     }
     sent
+}
+
+/// The same as the plan says, for one step.
+pub fn planned(plan: &Plan) -> BTreeMap<(&'static str, usize), u64> {
+    let program = plan.program.as_ref().expect("the plan is executable");
+    let strategy = &plan.strategy;
+    let split = tensor_split(&plan.model, strategy.tensor_parallel, strategy.sequence_parallel).expect("sound");
+    let placement = Placement { split, strategy };
+    let traffic = step_traffic(plan, program, split, strategy.num_micro_batches()).expect("the schedule is sound");
+    let mut planned = BTreeMap::new();
+    for ((link, collective), bytes) in traffic {
+        let size = match link {
+            Link::Axes(axes) => axes.iter().map(|axis| placement.degree(*axis) as usize).product(),
+            Link::Neighbours(_) | Link::Ends => 2,
+            Link::Stages => strategy.pipeline_parallel as usize,
+        };
+        let name = match collective {
+            Collective::AllReduce => "all_reduce",
+            Collective::AllGather => "all_gather",
+            Collective::ReduceScatter => "reduce_scatter",
+            Collective::Send => "send",
+        };
+        *planned.entry((name, size)).or_insert(0) += bytes.0;
+    }
+    planned
 }

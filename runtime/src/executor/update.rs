@@ -6,20 +6,20 @@ use ir::distribution::SplitAxis;
 use ir::error::Problem;
 use ir::program::{Conversion, ParameterRef, UpdateInstruction};
 
-use super::adamw::{AdamWStep, adamw, sum_of_squares};
 use super::exchange::Singles;
 use super::parameters::Held;
 use super::{Executor, MicroBatches};
 use crate::Error;
 use crate::communicator::Reduction;
-use crate::tensor::{ValuesMut, bf16};
+use crate::optimizer::{AdamW, State, adamw, sum_of_squares};
+use crate::tensor::ValuesMut;
 
 /// Added to the norm before the clipping coefficient is taken (PyTorch's `clip_grad_norm_`).
 const CLIP_EPSILON: f64 = 1e-6;
 
 /// What the optimizer does in a step.
 #[derive(Clone, Copy, Debug)]
-pub struct AdamW {
+pub struct StepOptions {
     /// Step size.
     pub learning_rate: f64,
     /// Decays of the moments.
@@ -58,10 +58,10 @@ impl Executor<'_> {
     }
 
     /// Runs the update's instructions.
-    pub(super) fn update(&mut self, input: &MicroBatches, options: &AdamW) -> Result<Updated, Error> {
+    pub(super) fn update(&mut self, input: &MicroBatches, options: &StepOptions) -> Result<Updated, Error> {
         let program = self.program;
         let mut squares: BTreeMap<Vec<SplitAxis>, f64> = BTreeMap::new();
-        let mut step = AdamWStep::default();
+        let mut step = None;
         let mut updated = Updated { loss: f64::NAN, gradient_norm: f64::NAN };
         for instruction in &program.stages[self.place.stage].update {
             self.world.report(format_args!("{instruction:?}"));
@@ -81,10 +81,11 @@ impl Executor<'_> {
                 }
                 UpdateInstruction::FinishNorm => {
                     updated = self.finish_norm(&squares, input)?;
-                    step = self.begin_step(options, updated.gradient_norm);
+                    step = Some(self.begin_step(options, updated.gradient_norm));
                 }
                 UpdateInstruction::AdamW(range) => {
-                    range.each().for_each(|reference| self.adamw(reference, &step, options));
+                    let step = step.expect("the verifier puts the norm before the optimizer");
+                    range.each().for_each(|reference| self.adamw(reference, step));
                 }
                 UpdateInstruction::GatherOverData(range) => {
                     range.each().try_for_each(|reference| self.gather(reference))?;
@@ -162,35 +163,34 @@ impl Executor<'_> {
         Ok(loss[0] / self.tokens_of(input) as f64)
     }
 
-    fn begin_step(&mut self, options: &AdamW, norm: f64) -> AdamWStep {
+    fn begin_step(&mut self, options: &StepOptions, norm: f64) -> AdamW {
         self.steps += 1;
-        let coefficient = options.clip.map_or(1.0, |clip| (clip / (norm + CLIP_EPSILON)).min(1.0));
-        AdamWStep {
+        AdamW {
             learning_rate: options.learning_rate,
-            betas: options.betas,
+            beta1: options.betas.0,
+            beta2: options.betas.1,
             epsilon: options.epsilon,
             weight_decay: options.weight_decay,
-            coefficient,
-            step: self.steps,
+            step: u32::try_from(self.steps).unwrap_or(u32::MAX),
+            gradient_scale: options.clip.map_or(1.0, |clip| (clip / (norm + CLIP_EPSILON)).min(1.0)),
         }
     }
 
-    fn adamw(&mut self, reference: ParameterRef, step: &AdamWStep, options: &AdamW) {
+    fn adamw(&mut self, reference: ParameterRef, step: AdamW) {
         let held = self.held(reference);
-        let step = AdamWStep { weight_decay: if held.decays { options.weight_decay } else { 0.0 }, ..*step };
+        let step = AdamW { weight_decay: if held.decays { step.weight_decay } else { 0.0 }, ..step };
         let gradient = held.gradient.as_ref().expect("the verifier follows sums");
         let gradient = &gradient.singles()[held.owned_in(gradient)];
+        let place = held.owned_in(&held.weight);
         let (first, second) = (held.first.singles_mut(), held.second.singles_mut());
-        let place = if held.weight.len() == first.len() { 0..first.len() } else { held.owned.clone() };
-        match (held.weight.values_mut(), &mut held.master) {
+        let state = match (held.weight.values_mut(), &mut held.master) {
             (ValuesMut::Brain(weight), Some(master)) => {
-                adamw(&step, master.singles_mut(), first, second, gradient);
-                let rounded = weight[place].iter_mut().zip(master.singles());
-                rounded.for_each(|(weight, master)| *weight = bf16::from_f32(*master));
+                State { master: master.singles_mut(), first, second, parameter: Some(&mut weight[place]) }
             }
-            (ValuesMut::Single(weight), _) => adamw(&step, &mut weight[place], first, second, gradient),
+            (ValuesMut::Single(weight), _) => State { master: &mut weight[place], first, second, parameter: None },
             _ => unreachable!("weights are fp32, or bf16 with a master copy"),
-        }
+        };
+        adamw(&step, gradient, state);
         held.accumulated = false;
     }
 
