@@ -27,6 +27,9 @@ const MESSAGE_LIMIT: u64 = 64 * 1024;
 /// How long a rank may take to read a message before it counts as silent.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// How long a rank that leaves waits for the other side to have read everything.
+const LINGER: Duration = Duration::from_millis(300);
+
 /// What the thread that speaks for a rank is told by the rank's other threads.
 #[derive(Debug)]
 pub enum Event {
@@ -96,6 +99,7 @@ struct Client {
     stream: TcpStream,
     heard: Instant,
     report: Report,
+    gone: bool,
 }
 
 /// Starts the thread that speaks with rank 0; `events` ends with `Event::Close`.
@@ -111,7 +115,7 @@ pub fn join(
     let stream = prepare(&reader)?;
     thread::spawn(move || listen(0, reader, sender));
     Ok(thread::spawn(move || {
-        let mut client = Client { watch, stream, heard: Instant::now(), report: Report::default() };
+        let mut client = Client { watch, stream, heard: Instant::now(), report: Report::default(), gone: false };
         let mut next_beat = Instant::now();
         loop {
             if Instant::now() >= next_beat {
@@ -125,8 +129,22 @@ pub fn join(
                 Err(RecvTimeoutError::Timeout) => {}
             }
         }
-        client.stream.shutdown(Shutdown::Both).ok();
+        leave(if client.gone { vec![] } else { vec![&client.stream] }, &events);
     }))
+}
+
+/// Ends connections whose other sides are still there, so that what was said last arrives: a connection with unread messages that is closed at once
+/// may take them back.
+fn leave(streams: Vec<&TcpStream>, events: &Receiver<Event>) {
+    streams.iter().for_each(|stream| drop(stream.shutdown(Shutdown::Write)));
+    let deadline = Instant::now() + LINGER;
+    let mut open = streams.len();
+    while open > 0
+        && let Ok(event) = events.recv_timeout(deadline.saturating_duration_since(Instant::now()))
+    {
+        open -= usize::from(matches!(event, Event::Gone(_)));
+    }
+    streams.iter().for_each(|stream| drop(stream.shutdown(Shutdown::Both)));
 }
 
 /// The writing side of a connection whose reader waits for ever.
@@ -141,11 +159,15 @@ impl Client {
     fn handle(&mut self, event: Event) {
         match event {
             Event::Heard(_, message) => self.hear(message),
-            Event::Gone(_) => self.lose_rank_0(Cause::Ended),
+            Event::Gone(_) => {
+                self.gone = true;
+                self.lose_rank_0(Cause::Ended);
+            }
             Event::Suspicion { rank, cause } => say(&mut self.stream, &Message::Suspicion(rank, cause)),
             Event::Abort(loss) => {
-                if self.watch.lose(loss.clone()) {
-                    say(&mut self.stream, &Message::Lost(loss));
+                if self.watch.check().is_ok() {
+                    say(&mut self.stream, &Message::Lost(loss.clone()));
+                    self.watch.lose(loss);
                 }
             }
             Event::Finish => say(&mut self.stream, &Message::Finished),

@@ -161,39 +161,46 @@ fn receive_all(launch: &Launch, mine: Greeting, deadline: Instant) -> Result<(Me
     let address = listening_address(launch, launch.address.port);
     let listener = TcpListener::bind(address).and_then(|listener| listener.set_nonblocking(true).map(|()| listener));
     let listener = listener.map_err(|error| Error::BadInput(vec![port_taken(&launch.address, &error)]))?;
-    let (sender, arrivals) = channel();
-    let (mut greetings, mut readers) = (vec![mine], Vec::new());
-    let mut deadline = deadline;
-    while !is_complete(&greetings) && Instant::now() < deadline {
-        accept(&listener, deadline, &sender);
-        for (greeting, reader) in arrivals.try_iter() {
-            greetings.push(greeting);
-            readers.push(reader);
-        }
-        if !disagreements(&greetings).is_empty() {
-            deadline = deadline.min(Instant::now() + DISAGREEMENT);
-        }
-        thread::sleep(Duration::from_millis(2));
-    }
-    let mut order: Vec<usize> = (1..greetings.len()).collect();
-    order.sort_by_key(|index| greetings[*index].rank);
+    let arrivals = await_arrivals(&listener, &mine, deadline);
+    let (mut greetings, mut readers): (Vec<Greeting>, Vec<_>) = arrivals.into_iter().unzip();
+    greetings.insert(0, mine);
     let present: BTreeSet<u64> = greetings.iter().map(|greeting| greeting.rank).collect();
     if disagreements(&greetings).is_empty()
         && let Some(missing) = (0..launch.world_size).find(|rank| !present.contains(rank))
     {
         return Err(tell_loss(&mut readers, missing, Cause::NeverCame));
     }
-    let sorted: Vec<Greeting> = std::iter::once(0).chain(order.iter().copied()).map(|i| greetings[i].clone()).collect();
-    let values = sorted.iter().map(|greeting| serde_json::to_value(greeting).expect("keys are texts")).collect();
+    let values = greetings.iter().map(|greeting| serde_json::to_value(greeting).expect("keys are texts")).collect();
     let reply = Reply::All(values);
     readers.iter_mut().for_each(|reader| drop(write_line(reader.get_mut(), &reply)));
-    let mut slots: Vec<Option<BufReader<TcpStream>>> = readers.into_iter().map(Some).collect();
-    let readers = order.iter().filter_map(|index| slots[index - 1].take()).collect();
-    Ok((Meeting::Server(readers), sorted))
+    Ok((Meeting::Server(readers), greetings))
+}
+
+type Arrival = (Greeting, BufReader<TcpStream>);
+
+/// The ranks that come, in order, until all are there or the time is over.
+fn await_arrivals(listener: &TcpListener, mine: &Greeting, deadline: Instant) -> Vec<Arrival> {
+    let (sender, receiver) = channel();
+    let (mut greetings, mut arrivals) = (vec![mine.clone()], Vec::new());
+    let mut deadline = deadline;
+    while !is_complete(&greetings) && Instant::now() < deadline {
+        accept(listener, deadline, &sender);
+        for arrival in receiver.try_iter() {
+            let arrival: Arrival = arrival;
+            greetings.push(arrival.0.clone());
+            arrivals.push(arrival);
+            if !disagreements(&greetings).is_empty() {
+                deadline = deadline.min(Instant::now() + DISAGREEMENT);
+            }
+        }
+        thread::sleep(Duration::from_millis(2));
+    }
+    arrivals.sort_by_key(|(greeting, _)| greeting.rank);
+    arrivals
 }
 
 /// Takes the connections that wait; each greeting is read on a thread, so that a silent stranger holds up nobody.
-fn accept(listener: &TcpListener, deadline: Instant, sender: &Sender<(Greeting, BufReader<TcpStream>)>) {
+fn accept(listener: &TcpListener, deadline: Instant, sender: &Sender<Arrival>) {
     while let Ok((stream, address)) = listener.accept() {
         let sender = sender.clone();
         thread::spawn(move || {

@@ -74,30 +74,24 @@ impl Topology {
         listener: TcpListener,
         deadline: Instant,
     ) -> Result<Topology, Error> {
-        let mine = &greetings[index(rank)];
-        let neighbours: Vec<u64> =
-            greetings.iter().filter(|other| other.node == mine.node).map(|other| other.rank).collect();
+        let node = &greetings[index(rank)].node;
+        let of_host = greetings.iter().filter(|other| other.node == *node);
+        let neighbours: Vec<u64> = of_host.map(|other| other.rank).collect();
         let may_share = transport == Transport::Automatic && neighbours.len() > 1;
-        let bytes = BOARD + neighbours.len() * ENTRY_BYTES;
-        let secret = random();
-        let own = if may_share && neighbours[0] == rank { Segment::create(bytes).ok() } else { None };
-        if let Some(segment) = &own {
-            segment.words(0, 1)[0].store(secret, Ordering::Release);
-        }
-        let descriptor = own.as_ref().and_then(Segment::descriptor);
+        let own = if may_share && neighbours[0] == rank { create_host_segment(neighbours.len()) } else { None };
+        let (secret, descriptor) = own.as_ref().map_or((random(), None), |(secret, own)| (*secret, own.descriptor()));
         let offers = meeting.exchange(&Offer { secret, descriptor }, deadline)?;
         let first = index(neighbours[0]);
-        let host = own.or_else(|| {
-            let segment = Segment::open(greetings[first].process, offers[first].descriptor?, bytes).ok()?;
-            (may_share && segment.words(0, 1)[0].load(Ordering::Acquire) == offers[first].secret).then_some(segment)
-        });
+        let host = match own {
+            Some((_, segment)) => Some(segment),
+            None if may_share => open_host_segment(greetings[first].process, &offers[first], neighbours.len()),
+            None => None,
+        };
         let opened = meeting.exchange(&host.is_some(), deadline)?;
         let host = host.filter(|_| neighbours.iter().all(|rank| opened[index(*rank)]));
-        let shares = |other: &Greeting| if host.is_some() { other.node == mine.node } else { other.rank == rank };
-        let sharing: Vec<u64> = greetings.iter().filter(|other| shares(other)).map(|other| other.rank).collect();
-        let place = |other: &Greeting| sharing.iter().position(|rank| *rank == other.rank);
-        let places = greetings.iter().map(place).collect();
-        let host = host.map_or_else(|| Segment::private(bytes), Ok);
+        let sharing = if host.is_some() { neighbours } else { vec![rank] };
+        let places = greetings.iter().map(|other| sharing.iter().position(|rank| *rank == other.rank)).collect();
+        let host = host.map_or_else(|| Segment::private(host_bytes(1)), Ok);
         let parts = host.and_then(|host| Ok((host, Acceptor::start(listener, offers[0].secret)?)));
         let (host, acceptor) = parts.map_err(|error| unable(rank, &error))?;
         Ok(Topology {
@@ -248,6 +242,25 @@ impl Topology {
         let cause = Cause::Aborted(format!("cannot connect {}: {error}", identity.name));
         identity.watch.abort(Loss { rank: self.rank, cause, report: identity.watch.entry.report() })
     }
+}
+
+fn host_bytes(ranks: usize) -> usize {
+    BOARD + ranks * ENTRY_BYTES
+}
+
+/// The segment of a host's ranks, with a secret as its first word; none if the system gives no memory.
+fn create_host_segment(ranks: usize) -> Option<(u64, Segment)> {
+    let segment = Segment::create(host_bytes(ranks)).ok()?;
+    let secret = random();
+    segment.words(0, 1)[0].store(secret, Ordering::Release);
+    Some((secret, segment))
+}
+
+/// The segment that the host's first rank offers; none if it cannot be opened from here, or is another one.
+fn open_host_segment(process: u32, offer: &Offer, ranks: usize) -> Option<Segment> {
+    let segment = Segment::open(process, offer.descriptor?, host_bytes(ranks)).ok()?;
+    let secret = segment.words(0, 1)[0].load(Ordering::Acquire);
+    (secret == offer.secret).then_some(segment)
 }
 
 /// Under which address each rank is reached from here. A rank that rank 0 sees on its own host, or rank 0 itself,

@@ -1,7 +1,7 @@
 //! Rank 0's side of the control connections.
 
 use std::io::BufReader;
-use std::net::{Shutdown, TcpStream};
+use std::net::TcpStream;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::thread::{self, JoinHandle};
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::super::error::{Cause, Loss, Report};
 use super::super::watch::Watch;
 use super::judge::{Known, judge};
-use super::{BEAT, Event, Message, beat, listen, millis, prepare, say};
+use super::{BEAT, Event, Message, beat, leave, listen, millis, prepare, say};
 
 /// Time that the end of a process has to show itself, before a broken link alone is held against a rank.
 const GRACE: Duration = Duration::from_millis(400);
@@ -22,6 +22,7 @@ struct Peer {
     report: Report,
     waits: Vec<u64>,
     finished: bool,
+    gone: bool,
 }
 
 struct Server {
@@ -49,14 +50,14 @@ pub fn serve(
     for (reader, rank) in connections.into_iter().zip(1..) {
         let stream = prepare(&reader)?;
         let (report, waits) = (Report::default(), Vec::new());
-        peers.push(Peer { stream, heard: Instant::now(), report, waits, finished: false });
+        peers.push(Peer { stream, heard: Instant::now(), report, waits, finished: false, gone: false });
         let sender = sender.clone();
         thread::spawn(move || listen(rank, reader, sender));
     }
     let mut server = Server { watch, peers, finished: false, finishing: None, pending: None };
     Ok(thread::spawn(move || {
         server.run(&events);
-        server.peers.iter().for_each(|peer| drop(peer.stream.shutdown(Shutdown::Both)));
+        leave(server.peers.iter().filter(|peer| !peer.gone).map(|peer| &peer.stream).collect(), &events);
     }))
 }
 
@@ -66,8 +67,7 @@ impl Server {
         loop {
             if Instant::now() >= next_beat {
                 next_beat = Instant::now() + BEAT;
-                let message = beat(&self.watch);
-                self.say_to_all(&message);
+                self.say_to_all(&beat(&self.watch));
                 self.check_times();
             }
             self.judge_pending();
@@ -84,9 +84,9 @@ impl Server {
         match event {
             Event::Heard(rank, message) => self.hear(rank, message),
             Event::Gone(rank) => {
-                let finished = self.peer(rank).is_some_and(|peer| peer.finished);
-                if !(finished && self.all_finished()) {
-                    self.lose(rank, Cause::Ended);
+                self.lose(rank, Cause::Ended);
+                if let Some(peer) = self.peer(rank) {
+                    peer.gone = true;
                 }
             }
             Event::Suspicion { rank, cause } => self.suspect(rank, cause),
@@ -129,11 +129,11 @@ impl Server {
         }
     }
 
+    /// Looks for ranks that have been silent, or have not finished, for too long.
     fn check_times(&mut self) {
         let silences = self.peers.iter().zip(1..).map(|(peer, rank)| (peer.heard.elapsed(), rank));
         if let Some((silence, rank)) = silences.max()
             && silence > self.watch.timeout
-            && !self.all_finished()
         {
             self.lose(rank, Cause::Silent(millis(silence)));
         }
@@ -172,9 +172,11 @@ impl Server {
         self.end(Loss { rank, cause, report });
     }
 
+    /// Tells all before this process's own threads, which may end it at once.
     fn end(&mut self, loss: Loss) {
-        if self.watch.lose(loss.clone()) {
-            self.say_to_all(&Message::Lost(loss));
+        if self.watch.check().is_ok() && !self.all_finished() {
+            self.say_to_all(&Message::Lost(loss.clone()));
+            self.watch.lose(loss);
         }
     }
 
