@@ -70,6 +70,17 @@ impl Lane {
         self.with_wire(run)
     }
 
+    /// Runs an operation on this thread if the lane is connected and none is under way, and the operation is ready.
+    pub fn at_once<T>(&self, run: impl FnOnce(&mut Wire) -> Option<T>) -> Option<T> {
+        if lock(&self.queue).open > 0 {
+            return None;
+        }
+        match &mut *self.links.try_lock().ok()? {
+            Links::Connected(wire) => run(wire),
+            Links::Unconnected(_) | Links::Failed => None,
+        }
+    }
+
     /// Hands an operation to the lane's thread.
     pub fn push(lane: &Arc<Lane>, job: Job) {
         let mut queue = lock(&lane.queue);

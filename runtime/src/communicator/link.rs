@@ -33,6 +33,16 @@ impl Link {
         }
     }
 
+    /// Chunks for which there is room for certain.
+    pub fn room(&self) -> usize {
+        match self {
+            Link::Shared(link) => link.room(),
+            Link::Stream(_) => 0,
+            #[cfg(feature = "mpi")]
+            Link::Message(_) => 0,
+        }
+    }
+
     /// Hands on what was taken; true if nothing is left.
     pub fn flush(&mut self) -> io::Result<bool> {
         match self {

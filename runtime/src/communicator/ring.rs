@@ -100,8 +100,7 @@ impl SharedLink {
 
     /// Copies a chunk into the queue; false if it is full.
     pub fn send(&mut self, header: &Header, chunk: &[u8]) -> bool {
-        let released = self.counter(self.outgoing + LINE).load(Ordering::Acquire);
-        if self.written.wrapping_sub(released) >= SLOTS as u64 {
+        if self.room() == 0 {
             return false;
         }
         let slot = slot(self.outgoing, self.written);
@@ -112,6 +111,12 @@ impl SharedLink {
         self.counter(self.outgoing).store(self.written, Ordering::Release);
         self.bell.ring();
         true
+    }
+
+    /// Free slots of the queue.
+    pub fn room(&self) -> usize {
+        let released = self.counter(self.outgoing + LINE).load(Ordering::Acquire);
+        SLOTS.saturating_sub(usize::try_from(self.written.wrapping_sub(released)).unwrap_or(SLOTS))
     }
 
     /// The header of the oldest chunk that waits.

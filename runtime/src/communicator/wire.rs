@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::time::Timespec;
 
-use super::chunk::{Header, Operation};
+use super::chunk::{CHUNK_BYTES, Header, Operation, chunk_count};
 use super::error::{Cause, Error, Loss};
 use super::link::Link;
 use super::ring::Bell;
@@ -16,7 +16,7 @@ use super::watch::Watch;
 /// wherever ranks share cores with anything (measured with 2 and 4 ranks on 2 busy cores).
 const SPINS: u32 = 20;
 /// Further looks between which the core is offered to others, before sleeping.
-const YIELDS: u32 = 5;
+const YIELDS: u32 = 20;
 /// Longest sleep between looks at whether the run goes on.
 const SLEEP: Duration = Duration::from_millis(20);
 /// Longest sleep of a group with links of both kinds, since one sleep cannot watch both.
@@ -110,6 +110,11 @@ impl Wire {
         let header = Header { sequence, total, operation: operation.number() as u32, phase, length, padding: 0 };
         let sent = self.link(peer).send(&header, chunk);
         sent.map_err(|_| self.broken(peer))
+    }
+
+    /// Whether a message to a rank can be sent without waiting.
+    pub fn has_room(&self, peer: usize, bytes: usize) -> bool {
+        self.links[peer].as_ref().is_some_and(|link| link.room() >= chunk_count(bytes, CHUNK_BYTES))
     }
 
     /// The phase of the chunk that waits from a rank, if one does.
