@@ -125,7 +125,7 @@ impl World {
             Transport::Mpi => Some(message_passing::start(rank, launch.world_size)?),
             Transport::Automatic | Transport::Tcp => None,
         };
-        let listener = TcpListener::bind(rendezvous::listening_address(launch, 0));
+        let listener = TcpListener::bind(&*rendezvous::listening_addresses(launch, 0));
         let (listener, port) = listener
             .and_then(|listener| listener.local_addr().map(|address| (listener, address.port())))
             .map_err(|error| topology::unable(rank, &error))?;

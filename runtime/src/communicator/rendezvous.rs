@@ -141,25 +141,25 @@ impl Meeting {
     }
 }
 
-/// The address on which this rank listens: this host alone if all ranks are here, else all networks.
-pub fn listening_address(launch: &Launch, port: u16) -> SocketAddr {
-    let addresses: Vec<SocketAddr> = (launch.address.host.as_str(), launch.address.port)
-        .to_socket_addrs()
-        .map(Iterator::collect)
-        .unwrap_or_default();
+/// The addresses of which a rank listens at the first that the system allows: those of this host alone if all ranks
+/// are here, else of all networks.
+pub fn listening_addresses(launch: &Launch, port: u16) -> Vec<SocketAddr> {
+    let found = (launch.address.host.as_str(), launch.address.port).to_socket_addrs();
     let one_host = launch.local_size == launch.world_size;
-    let ip = match addresses.first().map(SocketAddr::ip) {
-        Some(ip) if one_host && ip.is_loopback() => ip,
-        Some(IpAddr::V6(_)) => Ipv6Addr::UNSPECIFIED.into(),
-        Some(IpAddr::V4(_)) | None => Ipv4Addr::UNSPECIFIED.into(),
+    let listening = |address: SocketAddr| match address.ip() {
+        ip if one_host && ip.is_loopback() => ip,
+        IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+        IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
     };
-    SocketAddr::new(ip, port)
+    let found = found.into_iter().flatten().map(listening);
+    found.chain([Ipv4Addr::UNSPECIFIED.into()]).map(|ip| SocketAddr::new(ip, port)).collect()
 }
 
 /// Rank 0: listens until all ranks have come, and tells all who came.
 fn receive_all(launch: &Launch, mine: Greeting, deadline: Instant) -> Result<(Meeting, Vec<Greeting>), Error> {
-    let address = listening_address(launch, launch.address.port);
-    let listener = TcpListener::bind(address).and_then(|listener| listener.set_nonblocking(true).map(|()| listener));
+    let addresses = listening_addresses(launch, launch.address.port);
+    let listener =
+        TcpListener::bind(&*addresses).and_then(|listener| listener.set_nonblocking(true).map(|()| listener));
     let listener = listener.map_err(|error| Error::BadInput(vec![port_taken(&launch.address, &error)]))?;
     let arrivals = await_arrivals(&listener, &mine, deadline);
     let (mut greetings, mut readers): (Vec<Greeting>, Vec<_>) = arrivals.into_iter().unzip();

@@ -22,7 +22,7 @@ const STOPPED: i32 = 6;
 /// before the loss that all the others report.
 const TELLING: [i32; 5] = [2, 3, 5, 1, LOST];
 /// Time that ranks have to end by themselves after the first failure, and again after the signal to end.
-const GRACE: Duration = Duration::from_secs(3);
+const GRACE: Duration = Duration::from_secs(2);
 
 /// A started rank.
 struct RankProcess {
@@ -35,7 +35,7 @@ struct RankProcess {
 /// Starts `world_size` processes of `program`, one rank each, and waits for all of them.
 ///
 /// Ranks find their place in torchrun's variables and share the cores (`RAYON_NUM_THREADS`). Their output is
-/// passed on line by line behind `[rank N] `. The first failure ends all: the others have three seconds to say
+/// passed on line by line behind `[rank N] `. The first failure ends all: the others have two seconds to say
 /// what they know, then get SIGTERM, then SIGKILL. They do not outlive this process. Call it from the main thread,
 /// whose end they take for the end of the process.
 ///
