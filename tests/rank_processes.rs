@@ -36,7 +36,7 @@ fn rank() {
     let world = World::connect(&launch, "lost ranks", Options { timeout: TIMEOUT, transport }).expect("all ranks come");
     if let Err(error) = run_steps(&world).and_then(|()| world.finish()) {
         eprintln!("{error}");
-        std::process::exit(4);
+        std::process::exit(error.exit_code().into());
     }
     std::process::exit(0);
 }

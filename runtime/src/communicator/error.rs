@@ -59,6 +59,16 @@ pub struct Report {
     pub age: u64,
 }
 
+impl Error {
+    /// The exit code of a rank that ends with this.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Error::BadInput(_) => 2,
+            Error::Lost(_) => 4,
+        }
+    }
+}
+
 impl Loss {
     /// The rank.
     pub fn rank(&self) -> Rank {
