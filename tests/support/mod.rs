@@ -2,6 +2,7 @@
 
 #![allow(dead_code, reason = "each test uses a part")]
 
+pub mod plans;
 pub mod published;
 pub mod small;
 

@@ -1,15 +1,23 @@
 //! Plans executed by ranks that are threads of the test.
 
+#![allow(dead_code, reason = "each test uses a part")]
+
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use ir::interpreter::{self, Sizes, StepInput, degrees_of};
 use ir::placement::Placement;
 use ir::plan::Plan;
+use ir::program::Parameter;
 use ir::reference::{Batch, initial_parameters, random_batch};
 use ir::sharding::tensor_split;
 use ir::traffic::{Collective, Link, step_traffic};
 use runtime::communicator::{Options, Traffic, World, run_ranks};
-use runtime::executor::{Executor, MicroBatches, StepOptions};
+use runtime::executor::{Executor, Held, MicroBatches, StepOptions};
+use runtime::tensor::Tensor;
+
+/// Parts of whole parameters by name, in runs: first element and numbers.
+pub type Parts = BTreeMap<String, Vec<(u64, Vec<f32>)>>;
 
 /// What a rank came to.
 #[derive(Debug)]
@@ -18,8 +26,10 @@ pub struct RankRun {
     pub losses: Vec<f64>,
     /// Gradient norms of the steps.
     pub norms: Vec<f64>,
-    /// Weights by name and first element in the whole parameter, in runs: start and elements.
-    pub weights: BTreeMap<String, Vec<(u64, Vec<f32>)>>,
+    /// Gradients of the first step, of the parts that the rank owns.
+    pub gradients: Parts,
+    /// Weights after the last step.
+    pub weights: Parts,
     /// What was sent.
     pub traffic: Vec<Traffic>,
     /// Most bytes of tensors.
@@ -28,37 +38,45 @@ pub struct RankRun {
     pub evaluation: f64,
 }
 
-/// A run: its batches and optimizer.
+/// What is run: weights by name, a batch for each step, the optimizer.
 pub struct Run {
-    pub steps: usize,
-    pub seed: u64,
+    pub weights: BTreeMap<String, Vec<f64>>,
+    pub batches: Vec<Batch>,
     pub optimizer: StepOptions,
+    /// Whether weight decay applies to a parameter.
+    pub decays: fn(&str) -> bool,
 }
 
-/// Tokens and targets of each step.
-pub fn batches(plan: &Plan, run: &Run) -> Vec<Batch> {
-    let (sequences, length) = (plan.workload.global_batch as usize, plan.workload.sequence_length as usize);
-    (0..run.steps).map(|step| random_batch(&plan.model, sequences, length, run.seed + step as u64)).collect()
+impl Run {
+    /// Made-up weights and batches; weight decay applies to all.
+    pub fn made_up(plan: &Plan, steps: u64, seed: u64, optimizer: StepOptions) -> Run {
+        let (sequences, length) = (plan.workload.global_batch as usize, plan.workload.sequence_length as usize);
+        Run {
+            weights: initial_parameters(&plan.model, seed),
+            batches: (0..steps).map(|step| random_batch(&plan.model, sequences, length, seed + step)).collect(),
+            optimizer,
+            decays: |_| true,
+        }
+    }
 }
 
 /// Executes a plan, one thread a rank.
 pub fn execute(plan: &Plan, run: &Run) -> Vec<RankRun> {
-    let whole = initial_parameters(&plan.model, run.seed);
-    let batches = batches(plan, run);
     let ranks = plan.strategy.world_size();
     let results = run_ranks(ranks, 1, Options::default(), |world| {
         let world = world.expect("ranks find one another");
-        let result = run_rank(plan, run, &world, &whole, &batches);
+        let result = run_rank(plan, run, &world);
         world.finish().expect("all ranks end");
         result
     });
     results.expect("a port is free").into_iter().map(|result| result.expect("no rank panics")).collect()
 }
 
-fn run_rank(plan: &Plan, run: &Run, world: &World, whole: &BTreeMap<String, Vec<f64>>, batches: &[Batch]) -> RankRun {
+fn run_rank(plan: &Plan, run: &Run, world: &World) -> RankRun {
     let program = plan.program.as_ref().expect("the plan is executable");
-    let mut executor = Executor::new(plan, program, world, &|_, _| true, &mut |name, _, region, range, out| {
-        let given = &whole[name];
+    let decays = |name: &str, _: &Parameter| (run.decays)(name);
+    let mut executor = Executor::new(plan, program, world, &decays, &mut |name, _, region, range, out| {
+        let given = &run.weights[name];
         let mut at = 0;
         region.for_each_run(range, |start, length| {
             for index in start..start + length {
@@ -70,33 +88,60 @@ fn run_rank(plan: &Plan, run: &Run, world: &World, whole: &BTreeMap<String, Vec<
         Ok(())
     })
     .expect("the parameters are there");
-    let evaluation = executor.evaluate(&of_replica(plan, &executor, &batches[0])).expect("the evaluation runs");
+    let evaluation = executor.evaluate(&of_replica(plan, &executor, &run.batches[0])).expect("the evaluation runs");
     let before = world.traffic();
-    let (mut losses, mut norms) = (Vec::new(), Vec::new());
-    for batch in batches {
+    let (mut losses, mut norms, mut gradients) = (Vec::new(), Vec::new(), Parts::new());
+    for (number, batch) in run.batches.iter().enumerate() {
         let input = of_replica(plan, &executor, batch);
         let updated = executor.step(&input, &run.optimizer).expect("the step runs");
         losses.push(updated.loss);
         norms.push(updated.gradient_norm);
+        if number == 0 {
+            let gradient = |held: &Held| held.gradient.as_ref().expect("a step ends with all gradients").clone();
+            gradients = parts(&executor, |held| (gradient(held), held.owned.clone()));
+        }
     }
-    let mut weights = BTreeMap::new();
-    for held in executor.parameters.values() {
-        let numbers = held.weight.to_numbers();
-        let mut runs = Vec::new();
-        let mut at = 0;
-        let stored = if numbers.len() as u64 == held.region.elements() {
-            0..held.region.elements()
-        } else {
-            held.owned.start as u64..held.owned.end as u64
-        };
-        held.region.for_each_run(stored, |start, length| {
+    let weights = parts(&executor, |held| {
+        let all = 0..held.region.elements() as usize;
+        (held.weight.clone(), if held.weight.len() == all.len() { all } else { held.owned.clone() })
+    });
+    let traffic = since(&before, world.traffic());
+    RankRun { losses, norms, gradients, weights, traffic, peak: executor.memory.peak_bytes(), evaluation }
+}
+
+/// Elements of a rank's parameters: of each the tensor, and which elements of the region are wanted of it.
+fn parts(executor: &Executor, choose: impl Fn(&Held) -> (Tensor, Range<usize>)) -> Parts {
+    let of = |held: &Held| {
+        let (tensor, range) = choose(held);
+        let numbers = tensor.to_numbers();
+        let numbers = if numbers.len() == range.len() { &numbers[..] } else { &numbers[range.clone()] };
+        let (mut runs, mut at) = (Vec::new(), 0);
+        held.region.for_each_run(range.start as u64..range.end as u64, |start, length| {
             runs.push((start, numbers[at..at + length as usize].to_vec()));
             at += length as usize;
         });
-        weights.insert(held.name.clone(), runs);
+        (held.name.clone(), runs)
+    };
+    executor.parameters.values().map(of).collect()
+}
+
+/// Whole parameters from the parts of all ranks; ranks that hold the same element must hold the same bits.
+pub fn joined(runs: &[RankRun], part: impl Fn(&RankRun) -> &Parts) -> BTreeMap<String, Vec<f64>> {
+    let mut whole: BTreeMap<String, BTreeMap<u64, f32>> = BTreeMap::new();
+    for (name, pieces) in runs.iter().flat_map(|run| part(run)) {
+        let elements = whole.entry(name.clone()).or_default();
+        for (start, numbers) in pieces {
+            for (index, number) in (*start..).zip(numbers) {
+                let same = elements.insert(index, *number).is_none_or(|other| other.to_bits() == number.to_bits());
+                assert!(same, "ranks hold different copies of {name}, element {index}");
+            }
+        }
     }
-    let traffic = since(&before, world.traffic());
-    RankRun { losses, norms, weights, traffic, peak: executor.memory.peak_bytes(), evaluation }
+    let join = |(name, elements): (String, BTreeMap<u64, f32>)| {
+        assert!(elements.keys().copied().eq(0..elements.len() as u64), "{name} has gaps");
+        (name, elements.into_values().map(f64::from).collect())
+    };
+    whole.into_iter().map(join).collect()
 }
 
 /// What was sent since an earlier count.
@@ -145,9 +190,9 @@ pub fn interpret(plan: &Plan, run: &Run) -> (Vec<f64>, Vec<f64>, BTreeMap<String
         weight_decay,
         clip: clip.unwrap_or(f64::INFINITY),
     };
-    let mut world = interpreter::World::new(program, sizes, &initial_parameters(&plan.model, run.seed)).expect("sound");
+    let mut world = interpreter::World::new(program, sizes, &run.weights).expect("sound");
     let (mut losses, mut norms) = (Vec::new(), Vec::new());
-    for batch in batches(plan, run) {
+    for batch in &run.batches {
         let micro_batches = plan.strategy.num_micro_batches();
         let input = StepInput { tokens: &batch.tokens, targets: &batch.targets, micro_batches };
         let output = world.step(&input, &optimizer).expect("the program is sound");
