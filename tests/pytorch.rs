@@ -1,13 +1,23 @@
 //! The fixtures that PyTorch made (`tests/fixtures/make.py`), read as checkpoints and computed again by the
 //! single-rank reference: names, layouts and meaning of every parameter are those of the library transformers.
 
+#[path = "support/ranks.rs"]
+mod ranks;
+mod support;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use ir::model::{ModelSpec, Position, read_model};
+use ir::model::{ModelSpec, Position, Workload, read_model};
+use ir::plan::Plan;
 use ir::reference::{AdamState, AdamW, Batch, Parameters, adamw_step, logits, loss_and_gradients};
+use ir::strategy::{Recompute, ScheduleKind, ZeroStage};
+use planner::request::FixedChoices;
+use ranks::{Run, execute, joined};
+use runtime::executor::StepOptions;
 use runtime::weights::{Checkpoint, DimRange};
 use safetensors::SafeTensors;
+use support::plans::fixed_plan;
 
 const MODELS: [&str; 4] = ["bloom", "gpt2", "llama", "qwen2"];
 
@@ -174,4 +184,81 @@ fn parameters_after_five_steps_are_those_of_pytorch() {
         }
         println!("{name}: parameters {worst:.1e}");
     }
+}
+
+/// Plans of a fixture: one rank, and two of each axis.
+fn plans(model: &ModelSpec, length: usize) -> Vec<Plan> {
+    let layouts =
+        [(1, ZeroStage::None, false), (2, ZeroStage::OptimizerState, true), (2, ZeroStage::Parameters, false)];
+    let plan = |(degree, zero_stage, sequence_parallel)| {
+        let fixed = FixedChoices {
+            tensor_parallel: Some(degree),
+            pipeline_parallel: Some(degree),
+            data_parallel: Some(degree),
+            zero_stage: Some(zero_stage),
+            micro_batch: Some(2),
+            recompute: Some(Recompute::None),
+            schedule: Some(ScheduleKind::OneForwardOneBackward),
+            sequence_parallel: Some(sequence_parallel),
+        };
+        let workload = Workload { sequence_length: length as u64, global_batch: 8 };
+        fixed_plan(model.clone(), workload, degree > 1, fixed)
+    };
+    layouts.map(plan).to_vec()
+}
+
+#[test]
+fn ranks_compute_what_pytorch_computes() {
+    for name in MODELS {
+        let (model, expected) = (model(name), expected(name));
+        let setting = |key: &str| expected.settings[key];
+        let [initial, gradients, updated] = ["model", "gradients", "updated"]
+            .map(|file| parameters(&folder(name).join(format!("{file}.safetensors")), &model));
+        for plan in plans(&model, expected.sequence_length) {
+            let run = Run {
+                weights: initial.clone(),
+                batches: expected.batches.clone(),
+                optimizer: StepOptions {
+                    learning_rate: setting("learning_rate"),
+                    betas: (setting("beta1"), setting("beta2")),
+                    epsilon: setting("epsilon"),
+                    weight_decay: setting("weight_decay"),
+                    clip: Some(setting("clip")),
+                },
+                decays,
+            };
+            let ranks = execute(&plan, &run);
+            let label = format!("{name} on {} ranks", ranks.len());
+            for step in 0..expected.batches.len() {
+                let loss = ranks[0].losses[step] / expected.losses[step] - 1.0;
+                assert!(loss.abs() <= LOSS_TOLERANCE, "{label}: loss of step {step} differs by {loss:e}");
+            }
+            let worst_gradient = compare_gradients(&label, &joined(&ranks, |rank| &rank.gradients), &gradients);
+            let weights = joined(&ranks, |rank| &rank.weights);
+            let mut worst = 0.0_f64;
+            for (key, wanted) in updated.iter().filter(|(key, _)| !is_noise(key, &model)) {
+                // Rows that padding added follow the model's.
+                let found = &weights[key][..wanted.len()];
+                let part = distance(found, wanted) / distance(wanted, &initial[key]);
+                let element = largest_difference(found, wanted);
+                assert!(part <= UPDATE_TOLERANCE, "{label}: {key} is off by {part:e} of how far it moved");
+                assert!(element <= 2.0 * run.optimizer.learning_rate, "{label}: {key} is off by {element:e}");
+                worst = worst.max(part);
+            }
+            println!("{label}: gradients {worst_gradient:.1e}, parameters {worst:.1e}");
+        }
+    }
+}
+
+/// The largest difference of a gradient in units of the tensor's largest.
+fn compare_gradients(label: &str, found: &Parameters, wanted: &Parameters) -> f64 {
+    let floor = SMALL_GRADIENT * largest(wanted.values().flatten().copied());
+    let mut worst = 0.0_f64;
+    for (key, wanted) in wanted {
+        let found = &found[key][..wanted.len()];
+        let part = largest_difference(found, wanted) / largest(wanted.iter().copied()).max(floor);
+        assert!(part <= GRADIENT_TOLERANCE, "{label}: gradient of {key} differs by {part:e}");
+        worst = worst.max(part);
+    }
+    worst
 }
