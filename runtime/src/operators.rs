@@ -16,6 +16,7 @@ mod parallel;
 mod reduction;
 mod rotary;
 mod rows;
+pub mod run;
 mod softmax;
 mod vector;
 
@@ -197,7 +198,12 @@ impl Place {
 /// A tensor of the result's shape, each row of which `f` writes.
 fn fill_rows(width: usize, result: &ResultShape, f: impl Fn(usize, &mut [f32]) + Sync) -> Tensor {
     let mut target = result.stale();
-    update_rows(&mut target, width, f);
+    parallel::for_each_piece(target.values_mut(), width, |start, mut values: ValuesMut| {
+        let mut scratch = Vec::new();
+        for row in 0..values.len() / width {
+            values.write(row * width..(row + 1) * width, &mut scratch, |numbers| f(start / width + row, numbers));
+        }
+    });
     target
 }
 
@@ -205,7 +211,13 @@ fn fill_rows(width: usize, result: &ResultShape, f: impl Fn(usize, &mut [f32]) +
 fn change_rows(operand: Operand, width: usize, result: &ResultShape, f: impl Fn(usize, &mut [f32]) + Sync) -> Tensor {
     match operand.reusable(result) {
         Ok(mut target) => {
-            update_rows(&mut target, width, f);
+            parallel::for_each_piece(target.values_mut(), width, |start, mut values: ValuesMut| {
+                let mut scratch = Vec::new();
+                for row in 0..values.len() / width {
+                    let range = row * width..(row + 1) * width;
+                    values.update(range, &mut scratch, |numbers| f(start / width + row, numbers));
+                }
+            });
             target
         }
         Err(operand) => {
@@ -235,16 +247,7 @@ fn in_single(tensor: &Tensor, memory: &Memory) -> Tensor {
     let values = tensor.values();
     parallel::for_each_piece(wide.values_mut(), 1, |start, mut piece| {
         let all = 0..piece.len();
-        piece.update(all, &mut Vec::new(), |numbers| values.copy_to(start, numbers));
+        piece.write(all, &mut Vec::new(), |numbers| values.copy_to(start, numbers));
     });
     wide
-}
-
-fn update_rows(target: &mut Tensor, width: usize, f: impl Fn(usize, &mut [f32]) + Sync) {
-    parallel::for_each_piece(target.values_mut(), width, |start, mut values: ValuesMut| {
-        let mut scratch = Vec::new();
-        for row in 0..values.len() / width {
-            values.update(row * width..(row + 1) * width, &mut scratch, |numbers| f(start / width + row, numbers));
-        }
-    });
 }

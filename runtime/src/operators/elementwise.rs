@@ -13,7 +13,7 @@ pub enum Row<'a> {
 }
 
 /// How an operand is read along the result's rows.
-struct Reading<'a> {
+pub struct Reading<'a> {
     values: Values<'a>,
     /// Strides of the dims outside a row.
     outer: Vec<usize>,
@@ -53,14 +53,17 @@ pub fn fold<const N: usize>(
                 other.row(row, column, length, result.dims, buffer)
             });
             let before = first.as_ref().map(|first| first.row(row, column, length, result.dims, &mut copied));
-            values.update(place..place + length, &mut own, |numbers| {
-                match before {
-                    Some(Row::Numbers(before)) => numbers.copy_from_slice(before),
-                    Some(Row::Constant(before)) => numbers.fill(before),
-                    None => {}
-                }
-                f(numbers, rows);
-            });
+            let range = place..place + length;
+            match before {
+                None => values.update(range, &mut own, |numbers| f(numbers, rows)),
+                Some(before) => values.write(range, &mut own, |numbers| {
+                    match before {
+                        Row::Numbers(before) => numbers.copy_from_slice(before),
+                        Row::Constant(before) => numbers.fill(before),
+                    }
+                    f(numbers, rows);
+                }),
+            }
             place += length;
         }
     };
@@ -91,7 +94,7 @@ pub fn zip_either(a: Operand, b: Operand, result: &ResultShape, f: impl Fn(f32, 
 }
 
 impl<'a> Reading<'a> {
-    fn new(operand: &'a Tensor, split: usize, dims: &Dims) -> Reading<'a> {
+    pub fn new(operand: &'a Tensor, split: usize, dims: &Dims) -> Reading<'a> {
         let own = strides(&operand.dims, dims);
         let inner = own[split..].iter().zip(&dims[split..]);
         let constant = inner.clone().all(|(stride, (_, extent))| *stride == 0 || *extent == 1);
@@ -99,7 +102,7 @@ impl<'a> Reading<'a> {
     }
 
     #[inline(always)]
-    fn row<'s>(&self, row: usize, column: usize, length: usize, dims: &Dims, scratch: &'s mut Vec<f32>) -> Row<'s>
+    pub fn row<'s>(&self, row: usize, column: usize, length: usize, dims: &Dims, scratch: &'s mut Vec<f32>) -> Row<'s>
     where
         'a: 's,
     {

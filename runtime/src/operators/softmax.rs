@@ -40,9 +40,14 @@ pub fn softmax_gradient(output: &Tensor, gradient: Operand, result: &ResultShape
     change_rows(gradient, width, result, |row, dy| {
         let mut scratch = Vec::new();
         let y = output.read(row * width..(row + 1) * width, &mut scratch);
-        let along = vector::dot(y, dy);
-        vector::zip(dy, y, |dy, y| y * (dy - along));
+        differentiate(dy, y);
     })
+}
+
+/// Turns a row of the result's gradient into that of softmax's input.
+pub fn differentiate(dy: &mut [f32], y: &[f32]) {
+    let along = vector::dot(y, dy);
+    vector::zip(dy, y, |dy, y| y * (dy - along));
 }
 
 /// Scale, bias and mask of a row: the first `open` columns can be seen.
@@ -77,7 +82,7 @@ impl Place {
 }
 
 /// Rows of scores, whose last dim is the key positions.
-struct Rows {
+pub struct Rows {
     width: usize,
     /// Rows between neighbours along a dim, and its extent: positions, heads, queries of a head.
     positions: (usize, usize),
@@ -86,7 +91,7 @@ struct Rows {
 }
 
 impl Rows {
-    fn new(dims: &Dims) -> Rows {
+    pub fn new(dims: &Dims) -> Rows {
         let width = dims.last().map_or(1, |(_, extent)| *extent);
         let of = |name| match dims.iter().position(|(dim, _)| *dim == name) {
             Some(place) => (size_of(&dims[place + 1..]) / width, dims[place].1),
@@ -97,11 +102,11 @@ impl Rows {
     }
 
     /// How many columns a row sees.
-    fn open(&self, row: usize) -> usize {
+    pub fn open(&self, row: usize) -> usize {
         (row / self.positions.0 % self.positions.1 + 1).min(self.width)
     }
 
-    fn slope(&self, row: usize, place: &Place) -> f32 {
+    pub fn slope(&self, row: usize, place: &Place) -> f32 {
         place.slope(row / self.heads.0 % self.heads.1, row / self.queries.0 % self.queries.1)
     }
 }

@@ -91,6 +91,20 @@ impl<'a> ValuesMut<'a> {
         }
     }
 
+    /// Lets `f` write the elements of a range, which it must not read, in fp32; bf16 passes through `scratch`.
+    #[inline(always)]
+    pub fn write(&mut self, range: Range<usize>, scratch: &mut Vec<f32>, f: impl FnOnce(&mut [f32])) {
+        match self {
+            ValuesMut::Single(values) => f(&mut values[range]),
+            ValuesMut::Brain(values) => {
+                scratch.resize(range.len(), 0.0);
+                f(scratch);
+                narrow(scratch, &mut values[range]);
+            }
+            ValuesMut::Index(_) => unreachable!("ids are not computed with"),
+        }
+    }
+
     /// Lets `f` change the elements of a range in fp32; bf16 passes through `scratch` and is rounded after.
     #[inline(always)]
     pub fn update(&mut self, range: Range<usize>, scratch: &mut Vec<f32>, f: impl FnOnce(&mut [f32])) {
