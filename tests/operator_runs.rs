@@ -10,7 +10,7 @@ use ir::kernel::kernel_pattern;
 use ir::model::NormKind::{LayerNorm, RmsNorm};
 use ir::program::{AttentionOperand, Instruction, Op, ValueId};
 use runtime::operators::run::{LocalShape, apply_run, attention_gradient_runs, plan_run};
-use runtime::operators::{Constants, Operand, Place};
+use runtime::operators::{Operand, Place};
 use runtime::tensor::{Format, Memory, Tensor, size_of};
 
 type Dims = Vec<(DimName, usize)>;
@@ -86,13 +86,17 @@ fn cases() -> Vec<Case> {
         case(
             "residual and norm",
             vec![hidden(), hidden(), bias()],
-            vec![add(0, 1, hidden()), (Op::Norm(RmsNorm), vec![3, 2], hidden())],
+            vec![add(0, 1, hidden()), (Op::Norm { kind: RmsNorm, epsilon: 1e-5 }, vec![3, 2], hidden())],
             vec![0],
         ),
         case(
             "bias, residual and norm",
             vec![hidden(), bias(), hidden(), bias(), bias()],
-            vec![add(0, 1, hidden()), add(5, 2, hidden()), (Op::Norm(LayerNorm), vec![6, 3, 4], hidden())],
+            vec![
+                add(0, 1, hidden()),
+                add(5, 2, hidden()),
+                (Op::Norm { kind: LayerNorm, epsilon: 1e-5 }, vec![6, 3, 4], hidden()),
+            ],
             vec![0, 5],
         ),
         case(
@@ -200,8 +204,7 @@ fn check(case: &Case, format: Format, threads: usize) -> Vec<Vec<u32>> {
     memory.reset_peak();
     let before = memory.live_bytes();
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads can be made");
-    let found: BTreeMap<ValueId, Tensor> =
-        pool.install(|| apply_run(&run, given, &memory, Constants::default())).into_iter().collect();
+    let found: BTreeMap<ValueId, Tensor> = pool.install(|| apply_run(&run, given, &memory)).into_iter().collect();
     let expected: Vec<u32> =
         (first..first + case.steps.len() as u32).filter(|value| !case.freed.contains(value)).collect();
     assert_eq!(found.keys().map(|value| value.0).collect::<Vec<_>>(), expected, "{}", case.name);

@@ -8,7 +8,8 @@ use ir::interpreter::{Array, OperatorResult, apply_operator};
 use ir::model::NormKind::{LayerNorm, RmsNorm};
 use ir::program::{AttentionOperand, Op};
 use runtime::operators::{
-    Accumulation, Operand, Place, ResultShape, accumulate_contraction, apply, attention_gradients,
+    Accumulation, Operand, Place, ResultShape, accumulate, accumulate_contraction, accumulate_lookup, apply,
+    attention_gradients,
 };
 use runtime::tensor::{Format, Memory, Tensor, size_of};
 
@@ -260,6 +261,30 @@ fn accumulates(name: &str, a: Dims, b: Dims, result: Dims) {
 }
 
 #[test]
+fn values_and_rows_accumulate() {
+    for format in [Format::Single, Format::Brain] {
+        let memory = Memory::default();
+        let table = vec![(Vocabulary, 11), (Hidden, 5)];
+        let place = Place { vocabulary_start: 11, ..Place::WHOLE };
+        let operands = [Ids(tokens(), 22), Numbers(activations(5))];
+        let operands = operands.map(|operand| operand.tensor(&memory, format, 3));
+        let shape = ResultShape { memory: &memory, dims: &table, format: Format::Single, place };
+        let case = case("", Op::LookupGradient, vec![], table.clone()).at(place);
+        let twice: Vec<f64> = expected(&case, &operands).iter().map(|x| 2.0 * x).collect();
+        let stale = |dims: &Dims| Tensor::from_numbers(&memory, dims, Format::Single, &vec![f32::NAN; size_of(dims)]);
+        let (mut rows, mut long) = (stale(&table), stale(&activations(3001)));
+        let value = Numbers(activations(3001)).tensor(&memory, format, 5);
+        for how in [Accumulation::Set, Accumulation::Add] {
+            accumulate_lookup(&mut rows, &operands[0], &operands[1], &shape, how);
+            accumulate(&mut long, &value, how);
+        }
+        close("rows", &rows.to_numbers(), &twice, Format::Single);
+        let twice: Vec<f64> = value.to_numbers().iter().map(|x| 2.0 * f64::from(*x)).collect();
+        close("values", &long.to_numbers(), &twice, Format::Single);
+    }
+}
+
+#[test]
 fn norms() {
     let weight = || Positive(vec![(Hidden, 37)]);
     let input = || Numbers(activations(37));
@@ -458,5 +483,46 @@ fn gradients_of_attention_together_are_those_apart() {
         let op = Op::FlashAttentionGradient { of, scale: 0.4, alibi: true };
         let apart = apply(&op, operands.map(Operand::Borrowed).into(), &ResultShape { dims, ..shape });
         assert_eq!(found.map(|tensor| tensor.to_numbers()), Some(apart.to_numbers()), "{of:?}");
+    }
+}
+
+#[test]
+fn bits_do_not_depend_on_threads() {
+    let memory = Memory::default();
+    let dims = attention_operands(2, 2, 2, 130, [32, 32]);
+    let wide = vec![(MicroBatch, 4), (Sequence, 70), (Hidden, 300)];
+    let inner = vec![(MicroBatch, 4), (Sequence, 70), (Intermediate, 500)];
+    let weight = vec![(Hidden, 300), (Intermediate, 500)];
+    let attention = Op::FlashAttention { scale: 0.3, alibi: true };
+    let of = AttentionOperand::Keys;
+    let gradient = Op::FlashAttentionGradient { of, scale: 0.3, alibi: true };
+    let rows: Vec<(Op, Vec<Dims>, Dims)> = vec![
+        (Op::Contraction, vec![wide.clone(), weight.clone()], inner.clone()),
+        (Op::Contraction, vec![wide.clone(), inner.clone()], weight.clone()),
+        (Op::Contraction, vec![inner.clone(), weight], wide.clone()),
+        (Op::Norm { kind: LayerNorm, epsilon: 1e-5 }, vec![wide.clone(), vec![(Hidden, 300)]], wide.clone()),
+        (
+            Op::NormWeightGradient { kind: LayerNorm, epsilon: 1e-5 },
+            vec![wide.clone(), wide.clone()],
+            vec![(Hidden, 300)],
+        ),
+        (Op::ReduceSum, vec![inner.clone()], vec![(Intermediate, 500)]),
+        (Op::ReduceSum, vec![inner.clone()], vec![]),
+        (Op::Gelu, vec![inner.clone()], inner),
+        (attention, dims[..3].to_vec(), dims[3].clone()),
+        (gradient, dims.clone(), dims[1].clone()),
+    ];
+    for (op, operands, result) in rows {
+        let tensors = operands.into_iter().enumerate();
+        let tensors: Vec<Tensor> =
+            tensors.map(|(at, dims)| Numbers(dims).tensor(&memory, Format::Single, at as u64)).collect();
+        let place = Place::WHOLE;
+        let shape = ResultShape { memory: &memory, dims: &result, format: Format::Single, place };
+        let bits = [1, 2, 3].map(|threads| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads can be made");
+            let found = pool.install(|| apply(&op, tensors.iter().map(Operand::Borrowed).collect(), &shape));
+            found.to_numbers().iter().map(|x| x.to_bits()).collect::<Vec<u32>>()
+        });
+        assert!(bits[0] == bits[1] && bits[1] == bits[2], "{op:?}");
     }
 }

@@ -3,6 +3,8 @@
 //! 4 layers, hidden 512, 8 heads, sequence 256, batch 4, vocabulary 8192 untied, LayerNorm before, GeLU,
 //! fp32, with AdamW. `RAYON_NUM_THREADS` says on how many threads; times are medians of the wall clock.
 
+#![allow(clippy::print_stdout, reason = "this is a program that prints")]
+
 use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::time::Instant;
@@ -14,7 +16,7 @@ use ir::graph::DimName::{
 use ir::model::NormKind::LayerNorm;
 use ir::program::{AttentionOperand, Instruction, Op, ValueId};
 use runtime::operators::run::{LocalShape, apply_run, plan_run};
-use runtime::operators::{Accumulation, Constants, Operand, Place, ResultShape, accumulate_contraction, apply};
+use runtime::operators::{Accumulation, Operand, Place, ResultShape, accumulate_contraction, apply};
 use runtime::optimizer::{AdamW, State, adamw, sum_of_squares};
 use runtime::tensor::{Format, Memory, Tensor, size_of};
 
@@ -114,8 +116,8 @@ impl Report {
     fn operator(&mut self, name: &str, count: usize, op: Op, operands: &[(&Dims, bool)], result: &Dims) {
         let memory = self.memory.clone();
         let tensors: Vec<Tensor> = operands.iter().map(|(dims, _)| filled(&memory, dims)).collect();
-        let (format, place, constants) = (Format::Single, Place::WHOLE, Constants::default());
-        let shape = ResultShape { memory: &memory, dims: result, format, place, constants };
+        let (format, place) = (Format::Single, Place::WHOLE);
+        let shape = ResultShape { memory: &memory, dims: result, format, place };
         let prepare = || {
             let given = operands.iter().zip(&tensors).map(|((dims, owned), tensor)| match owned {
                 true => Operand::Owned(filled(&memory, dims)),
@@ -148,7 +150,7 @@ impl Report {
         let moved = outside.iter().copied().chain(kept.iter().map(|value| dims(*value as usize)));
         let moved = bytes(&moved.collect::<Vec<&Dims>>());
         self.time(name, count, (moved, "GB/s"), prepare, |operands: Vec<Operand>| {
-            black_box(apply_run(&run, operands, &memory, Constants::default()));
+            black_box(apply_run(&run, operands, &memory));
         });
     }
 }
@@ -182,12 +184,24 @@ fn contractions(report: &mut Report, shapes: &Shapes) {
 fn layers(report: &mut Report, shapes: &Shapes) {
     let Shapes { stream, hidden, query, query_bias, keys, values, context, inner, inner_bias, .. } = shapes;
     let norms = 2 * LAYERS + 1;
-    let norm = Op::Norm(LayerNorm);
+    let norm = Op::Norm { kind: LayerNorm, epsilon: 1e-5 };
     report.operator("norm", norms, norm, &[(stream, false), (hidden, false), (hidden, false)], stream);
     let operands = [(stream, false), (hidden, false), (stream, false)];
-    report.operator("norm: input gradient", norms, Op::NormInputGradient(LayerNorm), &operands, stream);
+    report.operator(
+        "norm: input gradient",
+        norms,
+        Op::NormInputGradient { kind: LayerNorm, epsilon: 1e-5 },
+        &operands,
+        stream,
+    );
     let operands = [(stream, false), (stream, false)];
-    report.operator("norm: weight gradient", norms, Op::NormWeightGradient(LayerNorm), &operands, hidden);
+    report.operator(
+        "norm: weight gradient",
+        norms,
+        Op::NormWeightGradient { kind: LayerNorm, epsilon: 1e-5 },
+        &operands,
+        hidden,
+    );
     report.operator("bias of heads", 3 * LAYERS, Op::Add, &[(query, true), (query_bias, false)], query);
     report.operator("sum of gradients", 4 * LAYERS, Op::Add, &[(stream, true), (stream, false)], stream);
     report.operator("bias gradient", norms + 5 * LAYERS, Op::ReduceSum, &[(stream, false)], hidden);

@@ -4,6 +4,7 @@
 //! of other ranks: what depends on the rank's place comes in the [`ResultShape`]. Results are the same bits
 //! for any number of threads.
 
+mod accumulate;
 mod activation;
 mod attention;
 mod contraction;
@@ -24,8 +25,8 @@ use ir::program::Op;
 
 use crate::tensor::{Dims, Format, Memory, Tensor, ValuesMut, size_of};
 
+pub use accumulate::{Accumulation, accumulate, accumulate_contraction, accumulate_lookup};
 pub use attention::{AttentionGradients, attention_gradients};
-pub use contraction::{Accumulation, accumulate_contraction};
 
 /// An operand of an operator.
 #[derive(Debug)]

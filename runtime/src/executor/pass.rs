@@ -3,14 +3,15 @@
 use std::mem;
 use std::sync::Arc;
 
-use ir::program::{Direction, InputKind, Op, ParameterRef};
+use ir::program::{Direction, InputKind, ParameterRef};
 
 use super::exchange::{Exchange, Started};
-use super::gradient::{accumulate, accumulate_operator};
+use super::gradient::{add_operator, add_value};
 use super::steps::{LocalValue, RankBody, Step, Use};
 use super::{Executor, MicroBatches};
 use crate::Error;
-use crate::operators::{AttentionGradients, Operand, Place, ResultShape, apply, attention_gradients};
+use crate::operators::run::apply_run;
+use crate::operators::{Operand, Place, ResultShape, apply};
 use crate::tensor::Tensor;
 
 /// Values of one body for one layer and micro-batch.
@@ -117,13 +118,13 @@ impl Executor<'_> {
                     let held = parameters.get_mut(&resolved).expect("the verifier follows parameters");
                     let value = &code.values[*value];
                     let shape = ResultShape { memory, dims: &value.dims, format: value.format, place: *place };
-                    accumulate_operator(held, op, frame.operands(uses), value, &shape);
+                    add_operator(held, op, frame.operands(uses), &shape);
                 }
-                Step::AttentionGradients(op, uses, results, place) => {
-                    let gradients =
-                        self.attention_gradients(op, frame.operands(uses), &code.values[results[0]], *place);
-                    for (value, gradient) in results.iter().zip(gradients) {
-                        frame.values[*value] = gradient;
+                Step::Run(run) => {
+                    let uses: Vec<Use> =
+                        run.operands.iter().map(|(value, last)| Use { value: value.0 as usize, last: *last }).collect();
+                    for (value, result) in apply_run(run, frame.operands(&uses), &self.memory) {
+                        frame.values[value.0 as usize] = Some(result);
                     }
                 }
                 Step::Convert(exchange, operand, value) => {
@@ -145,28 +146,12 @@ impl Executor<'_> {
                 Step::Accumulate(parameter, operand) => {
                     let resolved = self.resolve(reference(*parameter));
                     let held = self.parameters.get_mut(&resolved).expect("the verifier follows parameters");
-                    accumulate(held, frame.operand(*operand).tensor());
+                    add_value(held, frame.operand(*operand).tensor());
                 }
                 Step::Free(value) => drop(mem::take(&mut frame.values[*value])),
             }
         }
         Ok(())
-    }
-
-    fn attention_gradients(
-        &self,
-        op: &Op,
-        operands: Vec<Operand>,
-        query: &LocalValue,
-        place: Place,
-    ) -> [Option<Tensor>; 3] {
-        let Op::FlashAttentionGradient { scale, alibi, .. } = op else {
-            unreachable!("only such operators are joined")
-        };
-        let operands = [0, 1, 2, 3].map(|index| operands[index].tensor());
-        let gradients = attention_gradients([true; 3], operands, *scale, *alibi, &self.shape(query, place));
-        let AttentionGradients { query, keys, values } = gradients;
-        [query, keys, values]
     }
 
     fn shape<'s>(&'s self, value: &'s LocalValue, place: Place) -> ResultShape<'s> {

@@ -1,15 +1,19 @@
 //! Bodies as one rank executes them: local extents, offsets, last uses and peers, decided when the plan is read.
 
+use std::collections::BTreeMap;
+
 use ir::distribution::SplitAxis;
 use ir::footprint::{is_accumulated_at_once, local_dims};
 use ir::graph::{DimName, Element};
+use ir::kernel::PassKind;
 use ir::model::DType;
 use ir::plan::Plan;
-use ir::program::{AttentionOperand, Body, Conversion, InputKind, Instruction, Op, Value, ValueId};
+use ir::program::{Body, Conversion, InputKind, Instruction, Op, Value, ValueId};
 use ir::sharding::TensorSplit;
 
 use super::exchange::Exchange;
 use crate::operators::Place;
+use crate::operators::run::{LocalShape, Run, attention_gradient_runs, plan_run};
 use crate::place::RankPlace;
 use crate::tensor::Format;
 
@@ -65,8 +69,8 @@ pub enum Step {
     Compute(Op, Vec<Use>, usize, Place),
     /// An operator whose result is added to a parameter's gradient and used by nobody else.
     ComputeGradient(Op, Vec<Use>, usize, Place, u32),
-    /// The gradients of query, keys and values together: operands, results.
-    AttentionGradients(Op, Vec<Use>, [usize; 3], Place),
+    /// Operators that are computed together.
+    Run(Run),
     /// A conversion between ranks: operand, result.
     Convert(Exchange, Use, usize),
     /// Starts a conversion.
@@ -88,8 +92,8 @@ pub fn resolve(plan: &Plan, split: TensorSplit, body: &Body, place: &RankPlace) 
     };
     RankBody {
         values: body.values.iter().map(|value| context.local_value(value)).collect(),
-        forward: context.steps(&body.forward),
-        backward: context.steps(&body.backward),
+        forward: context.steps(&body.forward, PassKind::Forward),
+        backward: context.steps(&body.backward, PassKind::Backward),
         input: body.input.map(index),
         output: index(body.output),
         keeps_output: body.backward.iter().any(reads_output),
@@ -122,12 +126,36 @@ impl Context<'_> {
         }
     }
 
+    /// Runs of a pass that one kernel computes: those that the plan names, and gradients of one attention core.
+    fn runs(&self, instructions: &[Instruction], pass: PassKind) -> BTreeMap<usize, Run> {
+        let named = self.body.kernels.iter().filter(|kernel| kernel.pass == pass);
+        let named = named.map(|kernel| kernel.instructions.0 as usize..kernel.instructions.1 as usize);
+        let shape = |value: ValueId| {
+            let LocalValue { dims, format, .. } = self.local_value(self.value(value));
+            LocalShape { dims, format }
+        };
+        let place = |operands: &[ValueId], result: ValueId| self.operator_place(operands, result);
+        let runs = named.chain(attention_gradient_runs(instructions));
+        runs.map(|range| (range.start, plan_run(instructions, range, shape, place))).collect()
+    }
+
     /// Translates a pass. A free that follows an instruction makes its operand's use the last one.
-    fn steps(&self, instructions: &[Instruction]) -> Vec<Step> {
+    fn steps(&self, instructions: &[Instruction], pass: PassKind) -> Vec<Step> {
+        let runs = self.runs(instructions, pass);
         let mut steps = Vec::with_capacity(instructions.len());
         let mut done = vec![false; instructions.len()];
         for (line, instruction) in instructions.iter().enumerate() {
             if done[line] {
+                continue;
+            }
+            if let Some(run) = runs.get(&line) {
+                let loads = instructions[run.instructions.clone()].iter().filter_map(|instruction| match instruction {
+                    Instruction::Load(parameter, value) => Some(Step::Load(*parameter, value.0 as usize)),
+                    _ => None,
+                });
+                steps.extend(loads);
+                steps.push(Step::Run(run.clone()));
+                done[run.instructions.clone()].fill(true);
                 continue;
             }
             let frees = line + 1..line + 1 + count_frees(&instructions[line + 1..]);
@@ -145,17 +173,12 @@ impl Context<'_> {
                     let uses = uses_of(operands, &mut take);
                     let place = self.operator_place(operands, *result);
                     let rest = &instructions[line + 1..];
-                    match self.joined(op, operands, *result, rest) {
-                        Joined::Gradient(parameter, ending) => {
+                    match gradient_of(*result, rest) {
+                        Some((parameter, ending)) => {
                             ending.into_iter().for_each(|offset| done[line + 1 + offset] = true);
                             Step::ComputeGradient(*op, uses, result.0 as usize, place, parameter)
                         }
-                        Joined::Attention(results, ending) => {
-                            let uses = uses.into_iter().map(|operand| Use { last: false, ..operand }).collect();
-                            ending.into_iter().for_each(|offset| done[line + 1 + offset] = true);
-                            Step::AttentionGradients(*op, uses, results, place)
-                        }
-                        Joined::Alone => Step::Compute(*op, uses, result.0 as usize, place),
+                        None => Step::Compute(*op, uses, result.0 as usize, place),
                     }
                 }
                 Instruction::Convert(conversion, axes, from, to) => {
@@ -180,31 +203,6 @@ impl Context<'_> {
         Exchange::new(conversion, axes, &self.dims(from), &self.dims(to), self.place)
     }
 
-    /// What the next instructions let an operator do together with them; lines are counted from behind it.
-    fn joined(&self, op: &Op, operands: &[ValueId], result: ValueId, rest: &[Instruction]) -> Joined {
-        if let Op::FlashAttentionGradient { of: AttentionOperand::Query, .. } = op
-            && let Some(joined) = attention_run(op, operands, result, rest)
-        {
-            return joined;
-        }
-        if !is_accumulated_at_once(result, rest) {
-            return Joined::Alone;
-        }
-        let mut parameter = None;
-        let mut ending = Vec::new();
-        for (offset, instruction) in rest.iter().enumerate() {
-            match instruction {
-                Instruction::Accumulate(number, value) if *value == result => {
-                    parameter = Some(*number);
-                    ending.push(offset);
-                }
-                Instruction::Free(value) if *value == result => ending.push(offset),
-                _ => {}
-            }
-        }
-        parameter.map_or(Joined::Alone, |parameter| Joined::Gradient(parameter, ending))
-    }
-
     /// Where this rank's parts begin along the dims that operators count from: those of whichever value has them.
     fn operator_place(&self, operands: &[ValueId], result: ValueId) -> Place {
         let involved: Vec<&Value> = operands.iter().chain([&result]).map(|value| self.value(*value)).collect();
@@ -225,34 +223,25 @@ impl Context<'_> {
     }
 }
 
-/// How an operator goes together with later instructions, and which of them are done with it.
-enum Joined {
-    Alone,
-    Gradient(u32, Vec<usize>),
-    Attention([usize; 3], Vec<usize>),
-}
-
-/// The three gradients of the attention core, if the other two follow with the same operands.
-fn attention_run(op: &Op, operands: &[ValueId], query: ValueId, rest: &[Instruction]) -> Option<Joined> {
-    let find = |part: AttentionOperand| {
-        rest.iter().enumerate().find_map(|(offset, instruction)| match instruction {
-            Instruction::Compute(other, same, result) if same == operands && *other == of(op, part) => {
-                Some((offset, result.0 as usize))
-            }
-            _ => None,
-        })
-    };
-    let (keys, values) = (find(AttentionOperand::Keys)?, find(AttentionOperand::Values)?);
-    Some(Joined::Attention([query.0 as usize, keys.1, values.1], vec![keys.0, values.0]))
-}
-
-fn of(op: &Op, part: AttentionOperand) -> Op {
-    match op {
-        Op::FlashAttentionGradient { scale, alibi, .. } => {
-            Op::FlashAttentionGradient { of: part, scale: *scale, alibi: *alibi }
-        }
-        other => *other,
+/// The parameter to whose gradient a value is added, if nothing else is done with it, and the instructions that
+/// are done with that; they are counted from behind the one that writes the value.
+fn gradient_of(value: ValueId, rest: &[Instruction]) -> Option<(u32, Vec<usize>)> {
+    if !is_accumulated_at_once(value, rest) {
+        return None;
     }
+    let mut parameter = None;
+    let mut ending = Vec::new();
+    for (offset, instruction) in rest.iter().enumerate() {
+        match instruction {
+            Instruction::Accumulate(number, added) if *added == value => {
+                parameter = Some(*number);
+                ending.push(offset);
+            }
+            Instruction::Free(freed) if *freed == value => ending.push(offset),
+            _ => {}
+        }
+    }
+    parameter.map(|parameter| (parameter, ending))
 }
 
 fn count_frees(instructions: &[Instruction]) -> usize {

@@ -5,17 +5,8 @@
 //! one dim; the longest of each class becomes the matrices' extent, what is left is looped over.
 
 use super::matrix::{Extents, Matrix, MatrixMut, multiply, multiply_many};
-use super::{ResultShape, in_format, in_single};
+use super::{Accumulation, ResultShape, in_format, in_single};
 use crate::tensor::{Dims, Format, Memory, Tensor, strides};
-
-/// What becomes of the numbers that the result of a contraction meets.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Accumulation {
-    /// They are replaced.
-    Set,
-    /// The result is added to them.
-    Add,
-}
 
 /// A loop over a dim, or over several that are neighbours in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,16 +31,12 @@ struct Products {
 /// Sum of products of two tensors over the dims that the result lacks.
 pub fn contraction(a: &Tensor, b: &Tensor, result: &ResultShape) -> Tensor {
     let mut target = Tensor::stale(result.memory, result.dims, Format::Single);
-    accumulate_contraction(&mut target, a, b, result.memory, Accumulation::Set);
+    contract_into(&mut target, a, b, result.memory, Accumulation::Set);
     in_format(target, result)
 }
 
-/// Sum of products of two tensors over the dims that `into` lacks, put or added into fp32 numbers: how a
-/// weight's gradient reaches its accumulator without a tensor between.
-///
-/// # Panics
-/// If `into` is not fp32, or its storage is shared.
-pub fn accumulate_contraction(into: &mut Tensor, a: &Tensor, b: &Tensor, memory: &Memory, how: Accumulation) {
+/// Puts or adds the sum of products over the dims that `into` lacks.
+pub fn contract_into(into: &mut Tensor, a: &Tensor, b: &Tensor, memory: &Memory, how: Accumulation) {
     let products = products(&a.dims, &b.dims, &into.dims);
     let (a, b) = (in_single(a, memory), in_single(b, memory));
     run(&products, a.singles(), b.singles(), into.singles_mut(), how);

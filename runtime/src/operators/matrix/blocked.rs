@@ -4,7 +4,9 @@
 //! (ACM TOMS 34(3), 2008). What is summed is cut by its length alone, so that the result's bits depend
 //! neither on threads nor on which part of the result is computed where.
 
-use std::arch::x86_64::{_MM_TRANSPOSE4_PS, _mm_loadu_ps, _mm_storeu_ps};
+use std::arch::x86_64::{
+    _mm_storeu_ps, _mm512_extractf32x4_ps, _mm512_loadu_ps, _mm512_shuffle_ps, _mm512_unpackhi_ps, _mm512_unpacklo_ps,
+};
 use std::cell::RefCell;
 
 use super::kernel::{COLUMNS, ROWS, tile};
@@ -20,10 +22,13 @@ const PACKED_COLUMNS: usize = 64 * COLUMNS;
 /// Columns that are turned into rows at once: what they are written to then stays in the first-level cache.
 const CHUNK: usize = 64;
 
+/// Numbers of a vector.
+const LANES: usize = 16;
+
 /// A cache line of packed numbers.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
-struct Line([f32; 16]);
+struct Line([f32; LANES]);
 
 thread_local! {
     static PACKED: RefCell<[Vec<Line>; 2]> = const { RefCell::new([Vec::new(), Vec::new()]) };
@@ -36,50 +41,52 @@ pub fn is_supported() -> bool {
 
 /// `into` = `a` · `b`, or that added to `into`, whose columns are neighbours; on this thread.
 ///
-/// The processor must be supported and the matrices lie inside their numbers.
+/// # Panics
+/// If the processor is not supported.
+#[allow(unsafe_code)]
 pub fn multiply(extents: Extents, a: Matrix, b: Matrix, into: MatrixMut, add: bool) {
-    PACKED.with_borrow_mut(|[packed_a, packed_b]| {
-        let depth = extents.summed.div_ceil(extents.summed.div_ceil(DEPTH).max(1));
-        let columns = PACKED_COLUMNS.min(extents.columns);
-        reserve(packed_a, PACKED_ROWS.min(extents.rows.next_multiple_of(ROWS)) * depth);
-        reserve(packed_b, columns.next_multiple_of(COLUMNS) * depth);
-        for column in (0..extents.columns).step_by(PACKED_COLUMNS) {
-            let columns = PACKED_COLUMNS.min(extents.columns - column);
-            for from in (0..extents.summed).step_by(depth) {
-                let depth = depth.min(extents.summed - from);
-                let b = b.part(from, column).transposed();
-                let packed_b = pack::<COLUMNS>(b, columns, depth, packed_b);
-                for row in (0..extents.rows).step_by(PACKED_ROWS) {
-                    let rows = PACKED_ROWS.min(extents.rows - row);
-                    let packed_a = pack::<ROWS>(a.part(row, from), rows, depth, packed_a);
-                    let into = into.at(row * into.row + column);
-                    multiply_packed(
-                        Extents { rows, columns, summed: depth },
-                        packed_a,
-                        packed_b,
-                        into,
-                        add || from > 0,
-                    );
-                }
+    assert!(is_supported(), "the caller asked for the processor");
+    // SAFETY: the processor has AVX-512F.
+    PACKED.with_borrow_mut(|packed| unsafe { multiply_with(packed, extents, a, b, into, add) });
+}
+
+#[target_feature(enable = "avx512f")]
+fn multiply_with(packed: &mut [Vec<Line>; 2], extents: Extents, a: Matrix, b: Matrix, into: MatrixMut, add: bool) {
+    let [packed_a, packed_b] = packed;
+    let depth = extents.summed.div_ceil(extents.summed.div_ceil(DEPTH)).next_multiple_of(LANES).min(extents.summed);
+    let columns = PACKED_COLUMNS.min(extents.columns);
+    reserve(packed_a, PACKED_ROWS.min(extents.rows.next_multiple_of(ROWS)) * depth);
+    reserve(packed_b, columns.next_multiple_of(COLUMNS) * depth);
+    for column in (0..extents.columns).step_by(PACKED_COLUMNS) {
+        let columns = PACKED_COLUMNS.min(extents.columns - column);
+        for from in (0..extents.summed).step_by(depth) {
+            let depth = depth.min(extents.summed - from);
+            let packed_b = pack::<COLUMNS>(b.part(from, column).transposed(), columns, depth, packed_b);
+            for row in (0..extents.rows).step_by(PACKED_ROWS) {
+                let rows = PACKED_ROWS.min(extents.rows - row);
+                let packed_a = pack::<ROWS>(a.part(row, from), rows, depth, packed_a);
+                let into = into.at(row * into.row + column);
+                multiply_packed(Extents { rows, columns, summed: depth }, packed_a, packed_b, into, add || from > 0);
             }
         }
-    });
+    }
 }
 
 fn reserve(lines: &mut Vec<Line>, numbers: usize) {
-    let count = numbers.div_ceil(16);
+    let count = numbers.div_ceil(LANES);
     if lines.len() < count {
-        lines.resize(count, Line([0.0; 16]));
+        lines.resize(count, Line([0.0; LANES]));
     }
 }
 
 #[allow(unsafe_code)]
 fn numbers(lines: &mut [Line]) -> &mut [f32] {
-    // SAFETY: a line is sixteen numbers and nothing else.
-    unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), lines.len() * 16) }
+    // SAFETY: a line is `LANES` numbers and nothing else.
+    unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), lines.len() * LANES) }
 }
 
 /// Packs `rows` rows of `depth` numbers in panels of `WIDTH` rows, column after column; missing rows are 0.
+#[target_feature(enable = "avx512f")]
 fn pack<'p, const WIDTH: usize>(matrix: Matrix, rows: usize, depth: usize, into: &'p mut [Line]) -> &'p [f32] {
     let into = numbers(into);
     for (panel, packed) in into.chunks_exact_mut(WIDTH * depth).enumerate().take(rows.div_ceil(WIDTH)) {
@@ -105,6 +112,7 @@ fn pack<'p, const WIDTH: usize>(matrix: Matrix, rows: usize, depth: usize, into:
 }
 
 /// Packs columns whose numbers are neighbours.
+#[target_feature(enable = "avx512f")]
 fn pack_columns<const WIDTH: usize>(panel: Matrix, count: usize, packed: &mut [f32]) {
     for (at, packed) in packed.chunks_exact_mut(WIDTH).enumerate() {
         let numbers = &panel.values[at * panel.column..];
@@ -116,20 +124,20 @@ fn pack_columns<const WIDTH: usize>(panel: Matrix, count: usize, packed: &mut [f
     }
 }
 
-/// Packs rows whose numbers are neighbours: four rows and four columns at a time, a square on its diagonal.
+/// Packs rows whose numbers are neighbours, four rows and sixteen columns at a time.
 #[allow(unsafe_code)]
+#[target_feature(enable = "avx512f")]
 fn pack_rows<const WIDTH: usize>(panel: Matrix, count: usize, depth: usize, packed: &mut [f32]) {
     assert!(0 < count && count <= WIDTH && packed.len() >= WIDTH * depth, "the panel holds the rows");
     assert!((count - 1) * panel.row + depth <= panel.values.len(), "the rows lie inside the matrix");
-    let (rows, columns) = (count - count % 4, depth - depth % 4);
+    let (rows, columns) = (count - count % 4, depth - depth % LANES);
     for chunk in (0..columns).step_by(CHUNK) {
+        let length = CHUNK.min(columns - chunk);
         for row in (0..rows).step_by(4) {
-            for column in (chunk..columns.min(chunk + CHUNK)).step_by(4) {
-                let from = panel.values[row * panel.row + column..].as_ptr();
-                let into = packed[column * WIDTH + row..].as_mut_ptr();
-                // SAFETY: four rows from `row` and four columns from `column` lie inside both, as asserted.
-                unsafe { turn_square(from, panel.row, into, WIDTH) };
-            }
+            let from = panel.values[row * panel.row + chunk..].as_ptr();
+            let into = packed[chunk * WIDTH + row..].as_mut_ptr();
+            // SAFETY: four rows from `row` and `length` columns from `chunk` lie inside both, as asserted.
+            unsafe { turn(from, panel.row, length, into, WIDTH) };
         }
     }
     for row in 0..count {
@@ -141,26 +149,40 @@ fn pack_rows<const WIDTH: usize>(panel: Matrix, count: usize, depth: usize, pack
     }
 }
 
-/// Writes four rows of four numbers as columns.
+/// Writes four rows of `length` numbers, a multiple of sixteen, as columns.
 ///
 /// # Safety
-/// Four numbers can be read at each of four places `from_stride` apart, and written `into_stride` apart.
+/// `length` numbers can be read from each of four places `from_stride` apart, and four written to each of
+/// `length` places `into_stride` apart.
 #[allow(unsafe_code)]
-#[inline(always)]
-unsafe fn turn_square(from: *const f32, from_stride: usize, into: *mut f32, into_stride: usize) {
-    // SAFETY: as the caller grants; every x86-64 processor has SSE.
-    unsafe {
-        let (mut a, mut b) = (_mm_loadu_ps(from), _mm_loadu_ps(from.add(from_stride)));
-        let (mut c, mut d) = (_mm_loadu_ps(from.add(2 * from_stride)), _mm_loadu_ps(from.add(3 * from_stride)));
-        _MM_TRANSPOSE4_PS(&mut a, &mut b, &mut c, &mut d);
-        _mm_storeu_ps(into, a);
-        _mm_storeu_ps(into.add(into_stride), b);
-        _mm_storeu_ps(into.add(2 * into_stride), c);
-        _mm_storeu_ps(into.add(3 * into_stride), d);
+#[target_feature(enable = "avx512f")]
+unsafe fn turn(from: *const f32, from_stride: usize, length: usize, into: *mut f32, into_stride: usize) {
+    for column in (0..length).step_by(LANES) {
+        // SAFETY: as the caller grants.
+        unsafe {
+            let row = |row: usize| _mm512_loadu_ps(from.add(row * from_stride + column));
+            let (low_ab, high_ab) = (_mm512_unpacklo_ps(row(0), row(1)), _mm512_unpackhi_ps(row(0), row(1)));
+            let (low_cd, high_cd) = (_mm512_unpacklo_ps(row(2), row(3)), _mm512_unpackhi_ps(row(2), row(3)));
+            // The quarter q of `turned[i]` is column 4 q + i.
+            let turned = [
+                _mm512_shuffle_ps::<0x44>(low_ab, low_cd),
+                _mm512_shuffle_ps::<0xee>(low_ab, low_cd),
+                _mm512_shuffle_ps::<0x44>(high_ab, high_cd),
+                _mm512_shuffle_ps::<0xee>(high_ab, high_cd),
+            ];
+            for (next, numbers) in turned.into_iter().enumerate() {
+                let place = |quarter: usize| into.add((column + 4 * quarter + next) * into_stride);
+                _mm_storeu_ps(place(0), _mm512_extractf32x4_ps::<0>(numbers));
+                _mm_storeu_ps(place(1), _mm512_extractf32x4_ps::<1>(numbers));
+                _mm_storeu_ps(place(2), _mm512_extractf32x4_ps::<2>(numbers));
+                _mm_storeu_ps(place(3), _mm512_extractf32x4_ps::<3>(numbers));
+            }
+        }
     }
 }
 
 #[allow(unsafe_code)]
+#[target_feature(enable = "avx512f")]
 fn multiply_packed(extents: Extents, a: &[f32], b: &[f32], into: MatrixMut, add: bool) {
     let Extents { rows, columns, summed } = extents;
     for column in (0..columns).step_by(COLUMNS) {

@@ -6,7 +6,7 @@ use rayon::prelude::*;
 use super::{LocalShape, Run, Source, Step};
 use crate::operators::elementwise::{Reading, Row};
 use crate::operators::rows::own_row;
-use crate::operators::{Constants, Operand, activation, exponential, norm, parallel, softmax, vector};
+use crate::operators::{Operand, activation, exponential, norm, parallel, softmax, vector};
 use crate::tensor::{Format, Memory, Tensor, ValuesMut, size_of};
 
 /// The width of the rows in which a run can be computed, if it can.
@@ -31,7 +31,7 @@ pub fn width(steps: &[Step], outside: &[LocalShape]) -> Option<usize> {
     let computable = |step: &Step| match step.op {
         Op::Add | Op::Subtract | Op::Multiply | Op::Divide => true,
         Op::Gelu | Op::Silu | Op::Exp | Op::Cast | Op::Scale(_) => whole(of(&step.operands[0])) == whole(&step.shape),
-        Op::Norm(_) | Op::Softmax => whole(of(&step.operands[0])),
+        Op::Norm { .. } | Op::Softmax => whole(of(&step.operands[0])),
         Op::ScaleMask { .. } | Op::ScaleMaskGradient { .. } => whole(of(&step.operands[0])),
         Op::SoftmaxGradient => step.operands.iter().all(|source| whole(of(source))),
         Op::ReduceSum => whole(of(&step.operands[0])) && step.shape.dims == rows,
@@ -48,7 +48,6 @@ struct Shared<'a> {
     operands: Vec<(&'a Tensor, Reading<'a>)>,
     dims: Vec<(ir::graph::DimName, usize)>,
     width: usize,
-    constants: Constants,
 }
 
 /// Rows of one thread: a buffer for each step, and for each operand of a step.
@@ -58,19 +57,13 @@ struct Buffers {
 }
 
 /// Computes a run in rows.
-pub fn apply(
-    run: &Run,
-    width: usize,
-    operands: &[Operand],
-    memory: &Memory,
-    constants: Constants,
-) -> Vec<(ValueId, Tensor)> {
+pub fn apply(run: &Run, width: usize, operands: &[Operand], memory: &Memory) -> Vec<(ValueId, Tensor)> {
     let largest = run.steps.iter().max_by_key(|step| size_of(&step.shape.dims)).expect("a run has steps");
     let dims = largest.shape.dims.clone();
     let rows = size_of(&dims) / width;
     let tensors = operands.iter().map(Operand::tensor);
     let readings = tensors.map(|tensor| (tensor, Reading::new(tensor, dims.len() - 1, &dims))).collect();
-    let shared = Shared { run, operands: readings, dims, width, constants };
+    let shared = Shared { run, operands: readings, dims, width };
     let kept: Vec<usize> = (0..run.steps.len()).filter(|step| run.steps[*step].kept).collect();
     let stale = |step: &usize| {
         let LocalShape { dims, format } = &run.steps[*step].shape;
@@ -126,7 +119,6 @@ impl Shared<'_> {
                 Source::Outside(_) => None,
             };
         }
-        let epsilon = self.constants.norm_epsilon as f32;
         let first = rows[0];
         if let (Some(first), false) = (first, matches!(step.op, Op::ReduceSum | Op::PickGradient | Op::SoftmaxGradient))
         {
@@ -141,9 +133,9 @@ impl Shared<'_> {
             (Op::Silu, ..) => vector::map(into, activation::silu),
             (Op::Exp, ..) => vector::map(into, exponential::exp),
             (Op::Scale(factor), ..) => vector::scale(into, factor as f32),
-            (Op::Norm(kind), Some(Row::Numbers(weight)), bias) => {
+            (Op::Norm { kind, epsilon }, Some(Row::Numbers(weight)), bias) => {
                 let bias = bias.map(numbers);
-                norm::normalize(kind, into, weight, bias, epsilon);
+                norm::normalize(kind, into, weight, bias, epsilon as f32);
             }
             (Op::ScaleMask { scale, alibi }, ..) => {
                 let rows = softmax::Rows::new(&step.shape.dims);
