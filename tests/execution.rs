@@ -9,9 +9,10 @@ mod support;
 
 use std::collections::BTreeMap;
 
-use ir::model::{DType, Workload};
+use ir::model::{DType, FeedForward, Workload};
 use ir::plan::Plan;
 use ir::strategy::{Recompute, ScheduleKind, ZeroStage};
+use ir::units::SequenceLength;
 use planner::request::FixedChoices;
 use ranks::{RankRun, Run, execute, interpret, joined, planned, sent};
 use runtime::executor::StepOptions;
@@ -22,6 +23,8 @@ use support::small::{Family, SEQUENCE, Shape, small_model};
 const LOSS_TOLERANCE: f64 = 1e-6;
 /// Largest relative difference of a gradient norm.
 const NORM_TOLERANCE: f64 = 1e-5;
+/// Largest relative difference of a rank's most bytes of live tensors.
+const MEMORY_TOLERANCE: f64 = 0.02;
 /// Layouts of which one is run by default.
 const SAMPLE: usize = 12;
 
@@ -217,4 +220,41 @@ fn bf16_stays_near_fp32() {
             assert!(close(*brain, *single, 1e-2), "{shape:?}: {curves:?}");
         }
     }
+}
+
+#[test]
+fn tensors_take_the_memory_that_the_plan_says() {
+    let mut model = small_model(Shape { heads: 64, key_value_heads: 64, layers: 4, vocabulary: 8192, ..SHAPES[0] });
+    model.feed_forward = FeedForward::Gelu { intermediate_size: 1024 };
+    model.max_sequence_length = SequenceLength::Tokens(64);
+    assert!(ir::graph::count_parameters(&model) >= 5_000_000);
+    let workload = Workload { sequence_length: 64, global_batch: 8 };
+    let mut worst = 0.0_f64;
+    for (number, (tensor, pipeline, data)) in
+        [(1, 1, 1), (2, 2, 2), (1, 1, 4), (4, 2, 1), (1, 4, 1)].into_iter().enumerate()
+    {
+        for zero_stage in ZeroStage::ALL.into_iter().filter(|stage| data > 1 || *stage == ZeroStage::None) {
+            let fixed = FixedChoices {
+                tensor_parallel: Some(tensor),
+                pipeline_parallel: Some(pipeline),
+                data_parallel: Some(data),
+                zero_stage: Some(zero_stage),
+                micro_batch: Some(2),
+                recompute: Some(if number % 2 == 0 { Recompute::None } else { Recompute::Full }),
+                schedule: Some(ScheduleKind::OneForwardOneBackward),
+                sequence_parallel: Some(tensor > 1),
+            };
+            let plan = fixed_plan(model.clone(), workload, true, fixed);
+            let ranks = execute(&plan, &Run::made_up(&plan, 2, 3, OPTIMIZER));
+            let program = plan.program.as_ref().expect("the plan is executable");
+            for (number, rank) in ranks.iter().enumerate() {
+                let planned = program.stages[number * pipeline as usize / ranks.len()].memory;
+                let part = rank.peak as f64 / planned.total().0 as f64 - 1.0;
+                worst = worst.max(part.abs());
+                let name = format!("tp {tensor} pp {pipeline} dp {data} {zero_stage:?} rank {number}");
+                assert!(part.abs() <= MEMORY_TOLERANCE, "{name}: {part:+.4} of {planned:?}");
+            }
+        }
+    }
+    println!("largest difference {worst:.4}");
 }

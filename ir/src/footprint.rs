@@ -1,14 +1,15 @@
 //! Memory of a program, counted from the lives of its values: the other view of what the cost model
 //! computes by formula.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::distribution::{Distribution, Place, SplitAxis};
 use crate::graph::{Dim, DimName, Extent};
+use crate::kernel::PassKind;
 use crate::model::DType;
 use crate::placement::Placement;
 use crate::plan::{Plan, Stage};
-use crate::program::{Body, Instruction, Parameter, Program, ProgramMemory, ValueId};
+use crate::program::{Body, Conversion, Instruction, Op, Parameter, Program, ProgramMemory, ValueId};
 use crate::sharding::TensorSplit;
 use crate::strategy::ZeroStage;
 use crate::units::Bytes;
@@ -105,33 +106,67 @@ fn body_footprint(body: &Body, sizes: LocalSizes) -> BodyFootprint {
         Bytes(sizes.elements(&value.shape, value.distribution)) * value.element.bytes(sizes.plan.model.dtype)
     };
     let mut alive: BTreeMap<ValueId, Bytes> = body.input.iter().map(|input| (*input, bytes(input))).collect();
-    let forward_peak = live_through(&body.forward, &mut alive, &bytes);
+    let forward_peak = live_through(body, PassKind::Forward, &mut alive, &bytes);
     alive.remove(&body.output);
     let kept: Bytes = alive.values().copied().sum();
     alive.extend(body.output_gradient.iter().map(|gradient| (*gradient, bytes(gradient))));
-    let backward_peak = live_through(&body.backward, &mut alive, &bytes);
+    let backward_peak = live_through(body, PassKind::Backward, &mut alive, &bytes);
     BodyFootprint { kept, forward_peak, backward_peak }
 }
 
-/// The most bytes alive at once.
+/// The most bytes alive at once during a pass.
 fn live_through(
-    instructions: &[Instruction],
+    body: &Body,
+    pass: PassKind,
     alive: &mut BTreeMap<ValueId, Bytes>,
     bytes: &dyn Fn(&ValueId) -> Bytes,
 ) -> Bytes {
+    let instructions = match pass {
+        PassKind::Forward => &body.forward,
+        PassKind::Backward => &body.backward,
+    };
+    let inner = inner_values(body, pass, instructions);
+    // A kernel reads its operands while it writes its results: what it frees ends with it.
+    let kernels = body.kernels.iter().filter(|kernel| kernel.pass == pass);
+    let kernels: Vec<(usize, usize)> =
+        kernels.map(|kernel| (kernel.instructions.0 as usize, kernel.instructions.1 as usize)).collect();
+    let in_kernel = |line: usize| kernels.iter().any(|(start, end)| (*start..*end).contains(&line));
+    let mut freed_by_kernel = Vec::new();
     let mut now: Bytes = alive.values().copied().sum();
     let mut peak = now;
     for (line, instruction) in instructions.iter().enumerate() {
+        if kernels.iter().any(|(_, end)| *end == line) {
+            let ended: Vec<ValueId> = std::mem::take(&mut freed_by_kernel);
+            now = now - ended.iter().filter_map(|value| alive.remove(value)).sum::<Bytes>();
+        }
         match instruction {
+            Instruction::Free(value) if in_kernel(line) => freed_by_kernel.push(*value),
+            Instruction::Compute(_, _, value) if inner.contains(value) => {}
+            Instruction::Compute(op, operands, value)
+                if !in_kernel(line)
+                    && let Some(operand) =
+                        operand_in_place(op, operands, *value, &instructions[line + 1..], alive, bytes) =>
+            {
+                let size = alive.insert(operand, Bytes(0)).unwrap_or_default();
+                alive.insert(*value, size);
+            }
+            // The same numbers under another name share the memory.
+            Instruction::Compute(Op::Rename | Op::Cast, operands, value) if bytes(&operands[0]) == bytes(value) => {
+                alive.insert(*value, Bytes(0));
+            }
             // The kernel adds its result to the accumulated gradient.
             Instruction::Compute(_, _, value) if is_accumulated_at_once(*value, &instructions[line + 1..]) => {}
             Instruction::Free(value) => now = now - alive.remove(value).unwrap_or_default(),
-            // A loaded parameter is the stored one; a started conversion has its memory already.
-            Instruction::Load(..) | Instruction::Accumulate(..) | Instruction::Wait(..) => {}
+            // A loaded parameter is the stored one; a gather is given its memory when it starts.
+            Instruction::Load(..) | Instruction::Accumulate(..) => {}
+            Instruction::Wait(_, value) if alive.contains_key(value) => {}
+            // A sum forms in its operand's memory, and a part of it is kept when it ends.
+            Instruction::Start(Conversion::ReduceScatter(_) | Conversion::ReduceScatterFlat, ..) => {}
             Instruction::Input(_, value)
             | Instruction::Compute(_, _, value)
             | Instruction::Convert(_, _, _, value)
-            | Instruction::Start(_, _, _, value) => {
+            | Instruction::Start(_, _, _, value)
+            | Instruction::Wait(_, value) => {
                 let size = bytes(value);
                 alive.insert(*value, size);
                 now += size;
@@ -139,7 +174,41 @@ fn live_through(
             }
         }
     }
+    alive.retain(|value, _| !freed_by_kernel.contains(value));
     peak
+}
+
+/// The operand that ends here and whose memory the result takes.
+fn operand_in_place(
+    op: &Op,
+    operands: &[ValueId],
+    value: ValueId,
+    after: &[Instruction],
+    alive: &BTreeMap<ValueId, Bytes>,
+    bytes: &dyn Fn(&ValueId) -> Bytes,
+) -> Option<ValueId> {
+    let ends = |operand: &ValueId| {
+        let mut frees = after.iter().take_while(|instruction| matches!(instruction, Instruction::Free(_)));
+        let once = operands.iter().filter(|other| *other == operand).count() == 1;
+        once && frees.any(|free| *free == Instruction::Free(*operand))
+    };
+    // A parameter, and what shares its memory, is not overwritten.
+    let owned = |operand: &ValueId| alive.get(operand).is_some_and(|size| *size > Bytes(0));
+    let candidates = op.operands_in_place().iter().filter_map(|index| operands.get(*index)).copied();
+    candidates.into_iter().find(|operand| bytes(operand) == bytes(&value) && ends(operand) && owned(operand))
+}
+
+/// Values that live only inside a kernel, which need no memory.
+fn inner_values(body: &Body, pass: PassKind, instructions: &[Instruction]) -> BTreeSet<ValueId> {
+    let of_pass = body.kernels.iter().filter(|kernel| kernel.pass == pass);
+    let inside =
+        of_pass.filter_map(|kernel| instructions.get(kernel.instructions.0 as usize..kernel.instructions.1 as usize));
+    inside
+        .flat_map(|run| {
+            let written = run.iter().filter_map(Instruction::writes);
+            written.filter(|value| run.contains(&Instruction::Free(*value)))
+        })
+        .collect()
 }
 
 /// Whether a value's only use, in the instructions behind the one that writes it, is to be added to a gradient directly after it is computed.

@@ -396,6 +396,45 @@ pub struct ParameterRef {
     pub parameter: u32,
 }
 
+impl Op {
+    /// Operands whose memory the result may take, if it is the operand's last use and both have one size.
+    pub fn operands_in_place(&self) -> &'static [usize] {
+        match self {
+            Op::Add | Op::Multiply => &[0, 1],
+            Op::GeluGradient | Op::SiluGradient | Op::SoftmaxGradient => &[1],
+            Op::NormInputGradient { .. } => &[2],
+            Op::Norm { .. }
+            | Op::Subtract
+            | Op::Divide
+            | Op::Scale(_)
+            | Op::ScaleMask { .. }
+            | Op::ScaleMaskGradient { .. }
+            | Op::Softmax
+            | Op::Gelu
+            | Op::Silu
+            | Op::Rotary { .. }
+            | Op::RotaryGradient { .. }
+            | Op::Rename
+            | Op::Cast
+            | Op::MaskColumns(_)
+            | Op::Exp
+            | Op::Log => &[0],
+            Op::Lookup
+            | Op::LookupGradient
+            | Op::Contraction
+            | Op::NormWeightGradient { .. }
+            | Op::Seed
+            | Op::FlashAttention { .. }
+            | Op::FlashAttentionGradient { .. }
+            | Op::ReduceSum
+            | Op::ReduceMax
+            | Op::Pick
+            | Op::PickGradient
+            | Op::SumTokens => &[],
+        }
+    }
+}
+
 impl ProgramMemory {
     /// All of it.
     pub fn total(self) -> Bytes {

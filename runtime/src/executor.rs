@@ -49,6 +49,15 @@ pub struct MicroBatches {
     pub positions: Vec<u32>,
 }
 
+/// How long the values live that forward passes leave for backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kept {
+    /// As in training.
+    UntilBackward,
+    /// They end with their pass.
+    Never,
+}
+
 /// One rank with its parameters and optimizer state.
 pub struct Executor<'a> {
     plan: &'a Plan,
@@ -121,7 +130,7 @@ impl<'a> Executor<'a> {
     /// A lost rank or link; `Error::Numerical` before the update if the loss or the norm is no number.
     pub fn step(&mut self, input: &MicroBatches, options: &StepOptions) -> Result<Updated, Error> {
         let program = self.program;
-        self.run(&program.stages[self.place.stage].schedule, input)?;
+        self.run(&program.stages[self.place.stage].schedule, input, Kept::UntilBackward)?;
         self.update(input, options)
     }
 
@@ -131,12 +140,11 @@ impl<'a> Executor<'a> {
     /// A lost rank or link.
     pub fn evaluate(&mut self, input: &MicroBatches) -> Result<f64, Error> {
         let program = self.program;
-        self.run(&program.stages[self.place.stage].evaluation, input)?;
-        self.frames.clear();
+        self.run(&program.stages[self.place.stage].evaluation, input, Kept::Never)?;
         self.mean_loss(input)
     }
 
-    fn run(&mut self, schedule: &[StageInstruction], input: &MicroBatches) -> Result<(), Error> {
+    fn run(&mut self, schedule: &[StageInstruction], input: &MicroBatches, kept: Kept) -> Result<(), Error> {
         self.loss = 0.0;
         self.seed = 1.0 / self.tokens_of(input) as f64;
         let passes = unroll(schedule, input.tokens.len() as u64, MOST_PASSES).expect("the verifier unrolls schedules");
@@ -145,7 +153,12 @@ impl<'a> Executor<'a> {
             match pass {
                 Pass::Receive(direction, batch) => self.receive(direction, batch)?,
                 Pass::Send(direction, batch) => self.send(direction, batch)?,
-                Pass::Forward(body, layer, batch) => self.forward(body, layer, batch, input)?,
+                Pass::Forward(body, layer, batch) => {
+                    let frame = self.forward(body, layer, batch, input)?;
+                    if kept == Kept::UntilBackward {
+                        self.frames.insert((body, layer, batch), frame);
+                    }
+                }
                 Pass::Backward(body, layer, batch) => self.backward(body, layer, batch, input)?,
                 Pass::StartReduction(body, layer, parameters, conversion) => {
                     self.start_reduction(body, layer, parameters, conversion);

@@ -50,8 +50,8 @@ impl Frame {
 }
 
 impl Executor<'_> {
-    /// Runs a body forward for a layer and a micro-batch.
-    pub(super) fn forward(&mut self, body: u32, layer: u64, batch: u64, input: &MicroBatches) -> Result<(), Error> {
+    /// Runs a body forward for a layer and a micro-batch; gives what it keeps for backward.
+    pub(super) fn forward(&mut self, body: u32, layer: u64, batch: u64, input: &MicroBatches) -> Result<Frame, Error> {
         let code = Arc::clone(&self.bodies[body as usize]);
         let mut frame = Frame::new(code.values.len());
         if let Some(value) = code.input {
@@ -66,8 +66,7 @@ impl Executor<'_> {
             Some(_) => drop(self.streams.insert((Direction::Activation, batch), output)),
             None => self.loss += f64::from(output.singles()[0]),
         }
-        self.frames.insert((body, layer, batch), frame);
-        Ok(())
+        Ok(frame)
     }
 
     /// Runs a body backward for a layer and a micro-batch.

@@ -184,9 +184,11 @@ impl Context<'_> {
                 Instruction::Convert(conversion, axes, from, to) => {
                     Step::Convert(self.exchange(*conversion, axes, *from, *to), take(*from), to.0 as usize)
                 }
-                // A started operand lives until the matching wait.
+                // An operand that nobody else reads lives on in the conversion.
                 Instruction::Start(conversion, axes, from, to) => {
-                    let operand = Use { value: from.0 as usize, last: false };
+                    let end = last_line_of_operand(instructions, line, *from);
+                    end.into_iter().for_each(|line| done[line] = true);
+                    let operand = Use { value: from.0 as usize, last: end.is_some() };
                     Step::Start(self.exchange(*conversion, axes, *from, *to), operand, to.0 as usize)
                 }
                 Instruction::Wait(_, to) => Step::Wait(to.0 as usize),
@@ -242,6 +244,14 @@ fn gradient_of(value: ValueId, rest: &[Instruction]) -> Option<(u32, Vec<usize>)
         }
     }
     parameter.map(|parameter| (parameter, ending))
+}
+
+/// Where an operand of a conversion started at `line` is freed, if only the wait for it reads it until then.
+fn last_line_of_operand(instructions: &[Instruction], line: usize, operand: ValueId) -> Option<usize> {
+    let mut readers = (line + 1..instructions.len()).filter(|later| instructions[*later].reads().contains(&operand));
+    let waits = readers.next().filter(|later| matches!(instructions[*later], Instruction::Wait(..)));
+    let freed = readers.next().filter(|later| matches!(instructions[*later], Instruction::Free(_)));
+    waits.and(freed)
 }
 
 fn count_frees(instructions: &[Instruction]) -> usize {
