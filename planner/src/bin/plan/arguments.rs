@@ -35,6 +35,7 @@ pub enum Command {
     /// Print a Hugging Face config.json as a model file
     Import(ImportOptions),
     /// Run a plan: hands over to execute-plan
+    #[command(disable_help_flag = true)]
     Execute(ExecuteOptions),
 }
 

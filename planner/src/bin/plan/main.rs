@@ -35,10 +35,7 @@ fn main() -> ExitCode {
         Some(Command::Clusters(options)) => library::clusters(options.json),
         Some(Command::Stacks(options)) => library::stacks(options.json),
         Some(Command::Import(options)) => import::run(&options),
-        Some(Command::Execute(options)) => match execute::run(&options) {
-            Ok(code) => return code,
-            Err(error) => Err(error),
-        },
+        Some(Command::Execute(options)) => execute::run(&options),
     };
     output::finish(printed, json)
 }
