@@ -6,6 +6,8 @@ use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -13,6 +15,8 @@ use rustix::fd::OwnedFd;
 use rustix::net::sockopt::set_socket_reuseaddr;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, getsockname, socket_with};
 use rustix::process::{Pid, Signal, getppid, kill_process, set_parent_process_death_signal};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag::register_usize;
 
 /// Exit code of a run of which a rank was lost.
 pub const LOST: i32 = 4;
@@ -23,6 +27,45 @@ const STOPPED: i32 = 6;
 const TELLING: [i32; 5] = [2, 3, 5, 1, LOST];
 /// Time that ranks have to end by themselves after the first failure, and again after the signal to end.
 const GRACE: Duration = Duration::from_secs(2);
+
+/// How local ranks came to their end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ended {
+    /// With the most telling exit code of all: 0 only if every rank gave 0.
+    With(i32),
+    /// Because this process was asked to end them.
+    Stopped(StopSignal),
+}
+
+/// What asks this process to end its ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StopSignal {
+    /// SIGINT, such as Ctrl-C sends.
+    Interrupt,
+    /// SIGTERM, such as schedulers send.
+    Terminate,
+}
+
+impl StopSignal {
+    const ALL: [StopSignal; 2] = [StopSignal::Interrupt, StopSignal::Terminate];
+
+    /// The signal's name.
+    pub fn name(self) -> &'static str {
+        match self {
+            StopSignal::Interrupt => "SIGINT",
+            StopSignal::Terminate => "SIGTERM",
+        }
+    }
+
+    /// The signal's number. Shells show a program that ended by it as 128 more.
+    pub fn number(self) -> u8 {
+        let number = match self {
+            StopSignal::Interrupt => SIGINT,
+            StopSignal::Terminate => SIGTERM,
+        };
+        u8::try_from(number).expect("signals are numbers below 65")
+    }
+}
 
 /// A started rank.
 struct RankProcess {
@@ -36,14 +79,14 @@ struct RankProcess {
 ///
 /// Ranks find their place in torchrun's variables and share the cores (`RAYON_NUM_THREADS`). Their output is
 /// passed on line by line behind `[rank N] `. The first failure ends all: the others have two seconds to say
-/// what they know, then get SIGTERM, then SIGKILL. They do not outlive this process. Call it from the main thread,
-/// whose end they take for the end of the process.
-///
-/// Gives the most telling exit code: 0 only if every rank gave 0.
+/// what they know, then get SIGTERM, then SIGKILL. SIGINT or SIGTERM to this process are passed on as SIGTERM at
+/// once, with SIGKILL two seconds later; from the first call on this process does not end by them itself. Ranks do
+/// not outlive this process. Call it from the main thread, whose end they take for the end of the process.
 ///
 /// # Errors
 /// If no port is free or a process cannot be started; those already started are ended.
-pub fn start_local_ranks(program: &Path, arguments: &[OsString], world_size: u64) -> io::Result<i32> {
+pub fn start_local_ranks(program: &Path, arguments: &[OsString], world_size: u64) -> io::Result<Ended> {
+    let stop = listen_for_signals()?;
     let reserved = reserve_port()?;
     let port = reserved.port;
     let mut ranks = Vec::new();
@@ -58,14 +101,34 @@ pub fn start_local_ranks(program: &Path, arguments: &[OsString], world_size: u64
     }
     while ranks.iter().any(|rank| rank.code.is_none()) {
         ranks.iter_mut().for_each(poll);
-        if ranks.iter().any(|rank| rank.code.is_some_and(is_failure)) {
+        if received(&stop).is_some() {
+            end_all(&mut ranks, Duration::ZERO);
+        } else if ranks.iter().any(|rank| rank.code.is_some_and(is_failure)) {
             end_all(&mut ranks, GRACE);
         }
         thread::sleep(Duration::from_millis(10));
     }
     let codes: Vec<i32> = ranks.iter().filter_map(|rank| rank.code).collect();
     drain(&ranks);
-    Ok(most_telling(&codes))
+    Ok(match (received(&stop), most_telling(&codes)) {
+        // Ranks that had something of their own to say go before the request.
+        (Some(signal), LOST) => Ended::Stopped(signal),
+        (_, code) => Ended::With(code),
+    })
+}
+
+/// Writes the signals that ask this process to end into a number, 0 before the first.
+fn listen_for_signals() -> io::Result<Arc<AtomicUsize>> {
+    let stop = Arc::new(AtomicUsize::new(0));
+    for signal in StopSignal::ALL {
+        register_usize(signal.number().into(), Arc::clone(&stop), signal.number().into())?;
+    }
+    Ok(stop)
+}
+
+fn received(stop: &AtomicUsize) -> Option<StopSignal> {
+    let number = stop.load(Ordering::Relaxed);
+    StopSignal::ALL.into_iter().find(|signal| usize::from(signal.number()) == number)
 }
 
 /// Threads for each of `ranks` ranks that share this host's cores.
@@ -165,9 +228,9 @@ fn is_failure(code: i32) -> bool {
 }
 
 /// Waits for all, then asks them to end, then kills them.
-fn end_all(ranks: &mut [RankProcess], grace: Duration) {
-    for signal in [Signal::TERM, Signal::KILL] {
-        let deadline = Instant::now() + grace;
+fn end_all(ranks: &mut [RankProcess], patience: Duration) {
+    for (signal, patience) in [(Signal::TERM, patience), (Signal::KILL, GRACE)] {
+        let deadline = Instant::now() + patience;
         while Instant::now() < deadline && ranks.iter().any(|rank| rank.code.is_none()) {
             ranks.iter_mut().for_each(poll);
             thread::sleep(Duration::from_millis(10));
@@ -198,7 +261,7 @@ mod tests {
     fn check(script: &str, world_size: u64, expected: i32) {
         let arguments = ["-c".into(), script.into()];
         let code = start_local_ranks(Path::new("/bin/sh"), &arguments, world_size).expect("sh can be started");
-        assert_eq!(code, expected, "{script}");
+        assert_eq!(code, Ended::With(expected), "{script}");
     }
 
     #[test]

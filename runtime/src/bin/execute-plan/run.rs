@@ -6,7 +6,7 @@ use std::time::Duration;
 use ir::error::Problem;
 use ir::mesh::Rank;
 use ir::plan::Plan;
-use runtime::launch::local::{reserve_port, start_local_ranks};
+use runtime::launch::local::{Ended, reserve_port, start_local_ranks};
 use runtime::launch::{Address, Launch, read_launch};
 use runtime::run::{Data, Request, check_export, prepare_run, run_rank};
 use runtime::{Error, load};
@@ -86,7 +86,8 @@ fn check_world(launch: &Launch, plan: &Plan) -> Result<(), Error> {
     }
 }
 
-/// Starts this program once for each rank and gives the most telling exit code.
+/// Starts this program once for each rank and gives the most telling exit code; 128 and the signal's number for a
+/// run that SIGINT or SIGTERM stopped, as shells do.
 fn start_ranks(world_size: u64) -> Result<ExitCode, Error> {
     if world_size > MOST_LOCAL_RANKS {
         return Err(Problem::new(
@@ -98,8 +99,16 @@ fn start_ranks(world_size: u64) -> Result<ExitCode, Error> {
     }
     let program = std::env::current_exe().map_err(|error| cannot_start(&error))?;
     let arguments: Vec<_> = std::env::args_os().skip(1).collect();
-    let code = start_local_ranks(&program, &arguments, world_size).map_err(|error| cannot_start(&error))?;
-    Ok(ExitCode::from(u8::try_from(code).unwrap_or(1)))
+    let ended = start_local_ranks(&program, &arguments, world_size).map_err(|error| cannot_start(&error))?;
+    match ended {
+        Ended::With(code) => Ok(ExitCode::from(u8::try_from(code).unwrap_or(1))),
+        Ended::Stopped(signal) => {
+            let what = format!("{} stopped the run before its end", signal.name());
+            let help = "all ranks have ended and nothing was saved: start the run again";
+            eprintln!("{}", Problem::new(what, "this process", help));
+            Ok(ExitCode::from(128 + signal.number()))
+        }
+    }
 }
 
 fn cannot_start(error: &std::io::Error) -> Error {
