@@ -58,16 +58,22 @@ impl Lane {
         self.sent[operation.number()].fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Payload bytes that left this rank.
+    /// Payload bytes that left this rank, once all operations that were started are done: the other side may have
+    /// a message before this side has counted it.
     pub fn sent(&self, operation: Operation) -> u64 {
+        self.await_started();
         self.sent[operation.number()].load(Ordering::Relaxed)
     }
 
     /// Runs an operation on this thread, once all that were started are done.
     pub fn now<T>(&self, run: impl FnOnce(Result<&mut Wire, Error>) -> T) -> T {
+        self.await_started();
+        self.with_wire(run)
+    }
+
+    fn await_started(&self) {
         let waited = self.changed.wait_while(lock(&self.queue), |queue| queue.open > 0);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
-        self.with_wire(run)
     }
 
     /// Runs an operation on this thread if the lane is connected and none is under way, and the operation is ready.
