@@ -3,6 +3,9 @@
 //!
 //! The test program starts itself again as its ranks; launcher variables make it one.
 
+#[path = "support/namespaces.rs"]
+mod namespaces;
+
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
@@ -11,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use ir::mesh::Rank;
 use ir::program::Direction;
+use namespaces::{FIRST_HOST, Namespaces, ip};
 use runtime::communicator::{Error, Options, Reduction, Transport, World};
 use runtime::launch::local::{ReservedPort, reserve_port, start_local_ranks};
 use runtime::launch::read_launch;
@@ -18,9 +22,6 @@ use rustix::process::{Pid, Signal, kill_process};
 
 /// How long any wait of a rank lasts here.
 const TIMEOUT: Duration = Duration::from_secs(2);
-/// Addresses of the hosts in namespaces.
-const FIRST_HOST: &str = "10.213.7.1";
-const SECOND_HOST: &str = "10.213.7.2";
 
 /// What a rank of this test does: a loop of steps with collectives, messages and started operations, until it is
 /// ended. Does nothing in the test run itself.
@@ -268,41 +269,6 @@ fn eight_ranks_under_mpirun() {
             }
         }
     }
-}
-
-/// Two network namespaces joined by a cable.
-struct Namespaces {
-    names: [String; 2],
-}
-
-impl Namespaces {
-    fn new() -> Result<Namespaces, String> {
-        let names = [1, 2].map(|host| format!("planwright-{}-{host}", std::process::id()));
-        let namespaces = Namespaces { names };
-        let [a, b] = &namespaces.names;
-        for name in [a, b] {
-            ip(&format!("netns add {name}"))?;
-            ip(&format!("-n {name} link set lo up"))?;
-        }
-        ip(&format!("-n {a} link add cable type veth peer name cable netns {b}"))?;
-        for (name, address) in [(a, FIRST_HOST), (b, SECOND_HOST)] {
-            ip(&format!("-n {name} address add {address}/24 dev cable"))?;
-            ip(&format!("-n {name} link set cable up"))?;
-        }
-        Ok(namespaces)
-    }
-}
-
-impl Drop for Namespaces {
-    fn drop(&mut self) {
-        self.names.iter().for_each(|name| drop(ip(&format!("netns delete {name}"))));
-    }
-}
-
-fn ip(arguments: &str) -> Result<(), String> {
-    let output = Command::new("ip").args(arguments.split(' ')).output().map_err(|error| format!("ip: {error}"))?;
-    let message = String::from_utf8_lossy(&output.stderr).into_owned();
-    if output.status.success() { Ok(()) } else { Err(format!("ip {arguments}: {message}")) }
 }
 
 #[test]
