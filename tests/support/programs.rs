@@ -7,19 +7,16 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};
 
-use ir::graph::build_graph;
 use ir::model::{ModelSpec, Workload};
 use ir::plan::{Plan, write_plan};
 use ir::sharding::tensor_split;
 use ir::strategy::ZeroStage;
 use ir::traffic::step_traffic;
-use planner::lower::{lower, search_report};
-use planner::request::{FixedChoices, Request};
-use planner::search::search;
+use planner::request::FixedChoices;
 use runtime::log::StepRecord;
 use serde_json::Value;
 
-use crate::support::{machine, request};
+use crate::support::plans::fixed_plan;
 
 /// The program.
 pub const PROGRAM: &str = env!("CARGO_BIN_EXE_execute-plan");
@@ -36,18 +33,9 @@ pub fn degrees(tensor_parallel: u64, pipeline_parallel: u64, data_parallel: u64)
     }
 }
 
-/// Plans a model for a fixed layout.
+/// The plan of a model for a fixed layout.
 pub fn plan(model: &ModelSpec, sequence_length: u64, global_batch: u64, fixed: FixedChoices) -> Plan {
-    let degree = |choice: Option<u64>| choice.unwrap_or(1);
-    let gpus = degree(fixed.tensor_parallel) * degree(fixed.pipeline_parallel) * degree(fixed.data_parallel);
-    let workload = Workload { sequence_length, global_batch };
-    let machine = machine("dgx-h100", "planwright", gpus);
-    let request = request(model.clone(), machine, gpus, fixed);
-    let request = Request { workload, top: 1, ..request };
-    let graph = build_graph(&request.model);
-    let outcome = search(&request, &graph);
-    let winner = outcome.best.first().expect("a layout fits");
-    lower(&request, &graph, winner, search_report(&request, &outcome, Vec::new()))
+    fixed_plan(model.clone(), Workload { sequence_length, global_batch }, true, fixed)
 }
 
 /// Writes a plan into a folder.
