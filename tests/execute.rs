@@ -146,8 +146,10 @@ fn mistakes_end_with_their_code_and_a_message() {
 
 #[test]
 fn ranks_of_a_launcher_that_do_not_fit_the_plan() {
+    /// Variables, and pieces of the message.
+    type Row = (&'static [(&'static str, &'static str)], &'static [&'static str]);
     let folder = folder_of_mistakes();
-    let rows: [(&[(&str, &str)], &[&str]); 3] = [
+    let rows: [Row; 3] = [
         (&[("RANK", "1"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "127.0.0.1")], &["started 3 ranks, the plan is for 2"]),
         (&[("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "1")], &["started 1 ranks, the plan is for 2"]),
         (&[("RANK", "1")], &["RANK is set but WORLD_SIZE is not", "torchrun"]),

@@ -128,7 +128,7 @@ fn parts(executor: &Executor, choose: impl Fn(&Held) -> (Tensor, Range<usize>)) 
 /// Whole parameters from the parts of all ranks; ranks that hold the same element must hold the same bits.
 pub fn joined(runs: &[RankRun], part: impl Fn(&RankRun) -> &Parts) -> BTreeMap<String, Vec<f64>> {
     let mut whole: BTreeMap<String, BTreeMap<u64, f32>> = BTreeMap::new();
-    for (name, pieces) in runs.iter().flat_map(|run| part(run)) {
+    for (name, pieces) in runs.iter().flat_map(part) {
         let elements = whole.entry(name.clone()).or_default();
         for (start, numbers) in pieces {
             for (index, number) in (*start..).zip(numbers) {
