@@ -120,8 +120,11 @@ fn check_world(request: &Request, problems: &mut Vec<Problem>) {
         problems.push(Problem::new(format!("node-gpus {node_gpus} does not divide gpus {gpus}"), "--node-gpus", help));
     }
     let cluster = &machine.cluster;
+    // A part of one node uses no network card.
+    let inside_node = *gpus == node_gpus && node_gpus < cluster.node_gpus;
     if let Nics::PerNode(count) = &cluster.inter.nics
         && node_gpus != cluster.node_gpus
+        && !inside_node
     {
         problems.push(Problem::new(
             format!(
