@@ -6,10 +6,11 @@
 
 use std::collections::BTreeMap;
 
-use ir::graph::{Block, Dim, DimName, Extents, Fusion, OperatorKind};
+use hardware_profiles::device::OperatorClass;
+use ir::graph::{Block, BlockRole, Dim, DimName, Extents, Fusion, OperatorKind};
 use ir::model::DType;
 use ir::sharding::TensorSplit;
-use ir::units::{Bytes, Seconds};
+use ir::units::{Bytes, BytesPerSecond, Seconds};
 use petgraph::graph::NodeIndex;
 use petgraph::visit::EdgeRef;
 use petgraph::{Direction, unionfind::UnionFind};
@@ -113,7 +114,8 @@ fn add_computation(block: &Block, case: BlockCase, cost: &mut BlockCost) {
     if flash {
         let forward = flash_attention_time(block, case);
         cost.forward += forward;
-        cost.backward += forward * FLASH_BACKWARD_PER_FORWARD;
+        let measured = case.machine.device.flash_attention_backward.as_ref();
+        cost.backward += forward * measured.map_or(FLASH_BACKWARD_PER_FORWARD, |ratio| ratio.value);
         cost.attention_core += forward;
     }
 }
@@ -243,10 +245,28 @@ fn elementwise_kernel(block: &Block, members: &[NodeIndex], case: BlockCase) -> 
     let read: f64 = inputs.iter().map(|node| traffic_of_input(block, *node, members, case)).sum();
     let kept: f64 =
         members.iter().filter(|node| needs_inputs(&block.graph[**node].kind)).map(|_| read).fold(0.0, f64::max);
-    let bandwidth = case.machine.streaming_bandwidth().0;
-    let time = |bytes: f64| Seconds(bytes / bandwidth).max(case.machine.stack.kernels.launch_floor.value);
+    let floor = case.machine.stack.kernels.launch_floor.value;
+    let time = |bytes: f64, bandwidth: BytesPerSecond| Seconds(bytes / bandwidth.0).max(floor);
     let attention_core = first.attention_core;
-    Some(Kernel { forward: time(read + outputs), backward: time(outputs + kept + read), attention_core })
+    let (forward, backward) = match case.machine.device.operator_rate(operator_class(block, &first.kind)) {
+        Some(rate) => (time(read + outputs, rate.forward.value), time(read + outputs, rate.backward.value)),
+        None => {
+            let bandwidth = case.machine.streaming_bandwidth();
+            (time(read + outputs, bandwidth), time(outputs + kept + read, bandwidth))
+        }
+    };
+    Some(Kernel { forward, backward, attention_core })
+}
+
+/// The class whose rates a device profile may give. In the head all but norm and product belongs to the loss.
+pub fn operator_class(block: &Block, kind: &OperatorKind) -> OperatorClass {
+    match kind {
+        OperatorKind::Norm(_) => OperatorClass::Norm,
+        OperatorKind::Gelu | OperatorKind::Silu => OperatorClass::Activation,
+        OperatorKind::Lookup => OperatorClass::Embedding,
+        _ if block.role == BlockRole::Head => OperatorClass::Loss,
+        _ => OperatorClass::Arithmetic,
+    }
 }
 
 /// Bytes that a kernel reads of an operand: of a looked-up table only the rows that are used.

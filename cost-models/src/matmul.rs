@@ -53,8 +53,18 @@ impl MatmulShape {
 /// last one. k / (k + half_depth): prologue and epilogue of a tile against its main loop. Form chosen
 /// and constants fitted on the matmul rows of MooreThreads/SimuMax, configs/system (A100-PCIe: mean
 /// error 4.6 % over 183 shapes). Not valid for dims off the multiples of 8.
+///
+/// Where the profile has edges instead of tiles (processor cores): maximum · m/(m + rows) · n/(n + columns)
+/// · k/(k + half_depth). A blocked product packs k · n numbers whatever m is, m · k whatever n is, and reads
+/// and writes m · n whatever k is (Goto and van de Geijn, ACM TOMS 34(3), 2008); against the 2 · m · n · k
+/// FLOPs each is a constant over one extent.
 pub fn matmul_efficiency(shape: MatmulShape, machine: &Machine) -> f64 {
     let profile = &machine.device.matmul;
+    if let Some(edges) = &profile.edges {
+        let reached = |extent: f64, half: f64| extent / (extent + half);
+        let edges = reached(shape.m, edges.rows.value) * reached(shape.n, edges.columns.value);
+        return profile.maximum.value * edges * reached(shape.k, profile.half_depth.value);
+    }
     let tiles = shape.batch * (shape.m / TILE).ceil() * (shape.n / TILE).ceil();
     let waves = tiles / profile.multiprocessors.value as f64;
     let filled = (shape.m * shape.n * shape.batch) / (tiles * TILE * TILE);

@@ -182,8 +182,15 @@ fn sharded_state_time(scenario: Scenario, parameters: u64, strategy: &Strategy, 
         ZeroStage::None | ZeroStage::OptimizerState | ZeroStage::Gradients => Seconds(0.0),
     };
     let covered = machine.stack.overlap.parameter_gather.value;
-    let exposed = |communication: Seconds, pass: Seconds| Seconds((communication.0 - covered * pass.0).max(0.0));
+    let exposed = |communication: Seconds, pass: Seconds| exposed(communication, pass * covered, machine);
     [exposed(gather, passes[0]), exposed(gather + scatter, passes[1])]
+}
+
+/// What remains of communication that computation can cover for a time: the rest, and at least the part that
+/// takes the processor from the computation.
+fn exposed(communication: Seconds, covered: Seconds, machine: &Machine) -> Seconds {
+    let occupied = machine.stack.overlap.occupancy.as_ref().map_or(0.0, |share| share.value);
+    Seconds((communication.0 - covered.0).max(communication.0 * occupied))
 }
 
 /// Where the groups of the data axis lie.
@@ -336,7 +343,7 @@ fn stage_tail(
     let group = data_placement(strategy, machine);
     let time = |kind, per_parameter: u64| collective_time(kind, Bytes(parameters * per_parameter), group, machine);
     let covered = pass.backward * machine.stack.overlap.gradient_reduction.value;
-    let exposed = |reduction: Seconds| Seconds((reduction.0 - covered.0).max(0.0));
+    let exposed = |reduction: Seconds| exposed(reduction, covered, machine);
     let all_reduce = machine.stack.overlap.zero_one_all_reduces;
     let mut data = match strategy.zero_stage {
         ZeroStage::None => exposed(time(CollectiveKind::AllReduce, bytes.gradient)),

@@ -24,6 +24,12 @@ pub struct DeviceProfile {
     pub matmul: MatmulProfile,
     /// Share of the matrix peak that a flash-attention kernel reaches, forward and backward together.
     pub flash_attention_efficiency: Sourced<f64>,
+    /// Time of the attention core's backward pass over that of its forward pass; by FLOPs where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub flash_attention_backward: Option<Sourced<f64>>,
+    /// Rates of other operators where the memory's bandwidth does not give them; classes are listed once.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub operators: Vec<OperatorRate>,
     /// Memory that the driver's context takes before the first tensor.
     pub context_memory: Sourced<Bytes>,
 }
@@ -43,8 +49,37 @@ pub struct PeakRates {
     pub fp32: Option<Sourced<FlopsPerSecond>>,
 }
 
+/// Operators that are no matrix products, by what their time depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum OperatorClass {
+    /// LayerNorm and RMSNorm.
+    Norm,
+    /// GeLU and SiLU.
+    Activation,
+    /// Softmax cross-entropy and the conversion before it.
+    Loss,
+    /// Rows looked up in a table.
+    Embedding,
+    /// Biases, residual sums, rotary positions and the like.
+    Arithmetic,
+}
+
+/// Rates of a class of operators: bytes that its forward operators read and write, each tensor once, over the
+/// time of a pass.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OperatorRate {
+    /// The class.
+    pub class: OperatorClass,
+    /// Over the time of the forward pass.
+    pub forward: Sourced<BytesPerSecond>,
+    /// Over the time of the backward pass.
+    pub backward: Sourced<BytesPerSecond>,
+}
+
 /// Efficiency of a matrix product `m × k × n`: `maximum · w/(w + 1/2) · k/(k + half_depth)`, where `w`
-/// is the number of 128 × 128 tiles of the result over `multiprocessors`.
+/// is the number of 128 × 128 tiles of the result over `multiprocessors`; with `edges` in place of tiles
+/// `maximum · m/(m + rows) · n/(n + columns) · k/(k + half_depth)`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MatmulProfile {
@@ -54,9 +89,38 @@ pub struct MatmulProfile {
     pub half_depth: Sourced<f64>,
     /// Streaming multiprocessors or compute units.
     pub multiprocessors: Sourced<u64>,
+    /// For processors whose tiles are small against any matrix.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub edges: Option<MatmulEdges>,
+}
+
+/// Extents of a result at which half of the maximum is lost to packing operands and to narrow tiles.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MatmulEdges {
+    /// Rows.
+    pub rows: Sourced<f64>,
+    /// Columns.
+    pub columns: Sourced<f64>,
+}
+
+impl OperatorClass {
+    /// All classes.
+    pub const ALL: [OperatorClass; 5] = [
+        OperatorClass::Norm,
+        OperatorClass::Activation,
+        OperatorClass::Loss,
+        OperatorClass::Embedding,
+        OperatorClass::Arithmetic,
+    ];
 }
 
 impl DeviceProfile {
+    /// The rates of a class of operators, if the profile has them.
+    pub fn operator_rate(&self, class: OperatorClass) -> Option<&OperatorRate> {
+        self.operators.iter().find(|rate| rate.class == class)
+    }
+
     /// The dense peak for a number format, if the device has one.
     pub fn peak_rate(&self, dtype: DType) -> Option<&Sourced<FlopsPerSecond>> {
         match dtype {

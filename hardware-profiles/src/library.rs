@@ -98,6 +98,22 @@ pub fn find_stack(name: &str, location: &str) -> Result<StackProfile, Error> {
 /// `Error::Text` where it is malformed, `Error::Invalid` with every number that makes no sense.
 pub fn read_cluster(text: &str, origin: &str) -> Result<ClusterProfile, Error> {
     let cluster: ClusterProfile = read_ron(text, origin)?;
+    refuse(check_cluster(&cluster, origin))?;
+    Ok(cluster)
+}
+
+/// A stack profile from the text of a user's file.
+///
+/// # Errors
+/// `Error::Text` where it is malformed, `Error::Invalid` with every number that makes no sense.
+pub fn read_stack(text: &str, origin: &str) -> Result<StackProfile, Error> {
+    let stack: StackProfile = read_ron(text, origin)?;
+    refuse(check_stack(&stack, origin))?;
+    Ok(stack)
+}
+
+/// Every number of a cluster that makes no sense.
+pub(crate) fn check_cluster(cluster: &ClusterProfile, origin: &str) -> Vec<Problem> {
     let nics = match &cluster.inter.nics {
         Nics::PerGpu(count) | Nics::PerNode(count) => count.value,
     };
@@ -111,20 +127,16 @@ pub fn read_cluster(text: &str, origin: &str) -> Result<ClusterProfile, Error> {
         ("inter.efficiency", cluster.inter.efficiency.value),
         ("inter.nics_per_group", cluster.inter.nics_per_group.as_ref().map_or(1.0, |count| count.value)),
     ];
-    refuse(check_positive(origin, &positive))?;
-    Ok(cluster)
+    check_positive(origin, &positive)
 }
 
-/// A stack profile from the text of a user's file.
-///
-/// # Errors
-/// `Error::Text` where it is malformed, `Error::Invalid` with every number that makes no sense.
-pub fn read_stack(text: &str, origin: &str) -> Result<StackProfile, Error> {
-    let stack: StackProfile = read_ron(text, origin)?;
+/// Every number of a stack that makes no sense.
+pub(crate) fn check_stack(stack: &StackProfile, origin: &str) -> Vec<Problem> {
     let memory = &stack.memory;
     let shares = [
         ("overlap.gradient_reduction", stack.overlap.gradient_reduction.value),
         ("overlap.parameter_gather", stack.overlap.parameter_gather.value),
+        ("overlap.occupancy", stack.overlap.occupancy.as_ref().map_or(0.0, |share| share.value)),
         ("memory.allocator_slack", memory.allocator_slack.value),
         ("memory.safety_margin", memory.safety_margin.value),
         ("relative_error_90", stack.relative_error_90.value),
@@ -148,11 +160,10 @@ pub fn read_stack(text: &str, origin: &str) -> Result<StackProfile, Error> {
     for (field, _) in offers.iter().filter(|(_, empty)| *empty) {
         problems.push(at_field(format!("{field} is empty"), origin, field, "list at least one choice"));
     }
-    refuse(problems)?;
-    Ok(stack)
+    problems
 }
 
-fn check_positive(origin: &str, fields: &[(&str, f64)]) -> Vec<Problem> {
+pub(crate) fn check_positive(origin: &str, fields: &[(&str, f64)]) -> Vec<Problem> {
     let wrong = fields.iter().filter(|(_, value)| !(value.is_finite() && *value > 0.0));
     let problem = |(field, value): &(&str, f64)| {
         at_field(format!("{field} is {value}"), origin, field, "give a positive, finite number")
@@ -160,16 +171,16 @@ fn check_positive(origin: &str, fields: &[(&str, f64)]) -> Vec<Problem> {
     wrong.map(problem).collect()
 }
 
-fn check_at_most(origin: &str, field: &str, value: f64, most: f64) -> Option<Problem> {
+pub(crate) fn check_at_most(origin: &str, field: &str, value: f64, most: f64) -> Option<Problem> {
     let wrong = !(0.0..=most).contains(&value);
     wrong.then(|| at_field(format!("{field} is {value}"), origin, field, format!("give a number from 0 to {most}")))
 }
 
-fn at_field(what: String, origin: &str, field: &str, help: impl Into<String>) -> Problem {
+pub(crate) fn at_field(what: String, origin: &str, field: &str, help: impl Into<String>) -> Problem {
     Problem::new(what, format!("{origin}, field {field}"), help)
 }
 
-fn refuse(problems: Vec<Problem>) -> Result<(), Error> {
+pub(crate) fn refuse(problems: Vec<Problem>) -> Result<(), Error> {
     if problems.is_empty() { Ok(()) } else { Err(Error::Invalid(problems)) }
 }
 

@@ -78,6 +78,10 @@ pub struct Overlap {
     pub gradient_reduction: Sourced<f64>,
     /// Share of a layer's computation that can cover ZeRO-3 gathers and scatters.
     pub parameter_gather: Sourced<f64>,
+    /// Share of a collective's time that takes the processor from the computation beside it: none on GPUs, most of
+    /// it where one core does both.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub occupancy: Option<Sourced<f64>>,
     /// Whether ZeRO-1 all_reduces gradients and then uses its part, instead of reduce_scatter.
     pub zero_one_all_reduces: bool,
     /// Whether sends between stages run beside computation.

@@ -51,12 +51,12 @@ pub struct SearchOptions {
     /// GPUs of a node
     #[arg(long, value_name = "M", required = true, allow_negative_numbers = true)]
     pub node_gpus: Option<u64>,
-    /// Built-in cluster, or a cluster file
+    /// Built-in cluster, or a cluster file, such as `execute-plan --profile` writes
     #[arg(long, value_name = "NAME|FILE", default_value = DEFAULT_CLUSTER)]
     pub cluster: String,
-    /// Built-in software stack, or a stack file
-    #[arg(long, value_name = "NAME|FILE", default_value = DEFAULT_STACK)]
-    pub stack: String,
+    /// Built-in software stack, or a stack file [default: that of the cluster file, or planwright]
+    #[arg(long, value_name = "NAME|FILE")]
+    pub stack: Option<String>,
     /// Sequences of a step
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub global_batch: Option<u64>,

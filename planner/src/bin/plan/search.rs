@@ -6,7 +6,7 @@ use std::time::Instant;
 use cost_models::machine::Machine;
 use hardware_profiles::files::{INPUT_LIMIT, read_text};
 use hardware_profiles::{
-    ClusterProfile, StackProfile, find_cluster, find_device, find_stack, read_cluster, read_stack,
+    ClusterFile, StackProfile, find_cluster, find_device, find_stack, read_cluster_file, read_stack,
 };
 use ir::graph::build_graph;
 use ir::model::{ModelSpec, read_model, workload};
@@ -68,9 +68,16 @@ fn read_request(options: &SearchOptions) -> Result<Request, Error> {
     let origin = path.display().to_string();
     let model = read_model_file(path, &origin)?;
     let workload = workload(&model, &origin, options.sequence_length, options.global_batch)?;
-    let cluster = read_cluster_option(&options.cluster)?;
-    let device = find_device(&cluster.device, &format!("{}, field device", options.cluster))?;
-    let stack = read_stack_option(&options.stack)?;
+    let ClusterFile { cluster, device, stack } = read_cluster_option(&options.cluster)?;
+    let device = match device {
+        Some(device) => device,
+        None => find_device(&cluster.device, &format!("{}, field device", options.cluster))?,
+    };
+    let stack = match (&options.stack, stack) {
+        (Some(option), _) => read_stack_option(option)?,
+        (None, Some(stack)) => stack,
+        (None, None) => read_stack_option(DEFAULT_STACK)?,
+    };
     let node_gpus = options.node_gpus.unwrap_or(0);
     let request = Request {
         model,
@@ -98,11 +105,11 @@ fn is_file(option: &str) -> bool {
     option.ends_with(".ron") || option.contains(std::path::MAIN_SEPARATOR)
 }
 
-fn read_cluster_option(option: &str) -> Result<ClusterProfile, Error> {
+fn read_cluster_option(option: &str) -> Result<ClusterFile, Error> {
     if is_file(option) {
-        return Ok(read_cluster(&read_text(Path::new(option), INPUT_LIMIT)?, option)?);
+        return Ok(read_cluster_file(&read_text(Path::new(option), INPUT_LIMIT)?, option)?);
     }
-    Ok(find_cluster(option, "--cluster")?)
+    Ok(ClusterFile { cluster: find_cluster(option, "--cluster")?, device: None, stack: None })
 }
 
 fn read_stack_option(option: &str) -> Result<StackProfile, Error> {
@@ -117,7 +124,7 @@ fn defaults(options: &SearchOptions, request: &Request) -> Vec<&'static str> {
     let model = &request.model;
     let taken = [
         (options.cluster == DEFAULT_CLUSTER, "cluster"),
-        (options.stack == DEFAULT_STACK, "stack"),
+        (find_stack(DEFAULT_STACK, "--stack").as_ref() == Ok(&request.machine.stack), "stack"),
         (options.sequence_length.is_none() && model.sequence_length.is_none(), "sequence"),
         (options.global_batch.is_none() && model.global_batch.is_none(), "batch"),
     ];
