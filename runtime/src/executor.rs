@@ -3,6 +3,8 @@
 //! The program says what happens and in which order; nothing is decided here. What depends on the rank (local
 //! extents, offsets, peers, last uses) is resolved once, when the plan is read (`steps`).
 
+mod accounts;
+mod clock;
 mod exchange;
 mod gradient;
 mod links;
@@ -10,6 +12,7 @@ mod parameters;
 mod pass;
 mod steps;
 mod update;
+mod work;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -26,14 +29,17 @@ use crate::communicator::{Pending, World};
 use crate::place::RankPlace;
 use crate::tensor::{Memory, Tensor, Values, ValuesMut};
 
+use clock::Clock;
 use exchange::Singles;
 use links::Links;
 use parameters::{Parameters, make_parameters};
 use pass::Frame;
 use steps::{RankBody, resolve};
 
+pub use clock::{Account, Phase, Times, Work};
 pub use parameters::{Fill, Held};
 pub use update::{StepOptions, Updated};
+pub use work::{ProductShape, StepWork};
 
 /// Most passes of a stage in a step.
 const MOST_PASSES: usize = 1 << 24;
@@ -81,6 +87,7 @@ pub struct Executor<'a> {
     loss: f64,
     /// One over the tokens of the step's global batch.
     seed: f64,
+    clock: Clock,
     /// Optimizer steps taken.
     pub steps: u64,
 }
@@ -120,6 +127,7 @@ impl<'a> Executor<'a> {
             reductions: BTreeMap::new(),
             loss: 0.0,
             seed: 0.0,
+            clock: Clock::start(),
             steps: 0,
         })
     }
@@ -130,8 +138,14 @@ impl<'a> Executor<'a> {
     /// A lost rank or link; `Error::Numerical` before the update if the loss or the norm is no number.
     pub fn step(&mut self, input: &MicroBatches, options: &StepOptions) -> Result<Updated, Error> {
         let program = self.program;
+        self.clock = Clock::start();
         self.run(&program.stages[self.place.stage].schedule, input, Kept::UntilBackward)?;
         self.update(input, options)
+    }
+
+    /// Where the time of the last step went.
+    pub fn times(&self) -> Times {
+        self.clock.times()
     }
 
     /// Runs the forward passes only; the mean loss, on every rank.
@@ -148,6 +162,7 @@ impl<'a> Executor<'a> {
         self.loss = 0.0;
         self.seed = 1.0 / self.tokens_of(input) as f64;
         let passes = unroll(schedule, input.tokens.len() as u64, MOST_PASSES).expect("the verifier unrolls schedules");
+        self.clock.charge(Account::Step);
         for pass in passes {
             self.world.report(format_args!("{pass:?}"));
             match pass {
@@ -164,6 +179,11 @@ impl<'a> Executor<'a> {
                     self.start_reduction(body, layer, parameters, conversion);
                 }
             }
+            self.clock.charge(match pass {
+                Pass::Receive(..) | Pass::Send(..) => Account::Pipeline,
+                Pass::Forward(..) | Pass::Backward(..) => Account::MicroBatch,
+                Pass::StartReduction(..) => Account::Data,
+            });
         }
         Ok(())
     }

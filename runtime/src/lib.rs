@@ -8,6 +8,7 @@
 //! | place weights | `Executor::new` | `executor`, `initial`, `weights` |
 //! | step: passes, messages, update | `Executor::step` | `executor`, `operators` |
 //! | say what happened | `progress_line`, `Log` | `log` |
+//! | say where time went | `comparison`, `measure_profile` | `measure` |
 
 pub mod communicator;
 pub mod data;
@@ -16,6 +17,7 @@ pub mod gather;
 pub mod initial;
 pub mod launch;
 pub mod log;
+pub mod measure;
 pub mod operators;
 pub mod optimizer;
 pub mod place;

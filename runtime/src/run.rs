@@ -20,6 +20,7 @@ use crate::gather::export_weights;
 use crate::initial::{Initialisation, fill_initial};
 use crate::launch::Launch;
 use crate::log::{Log, StepRecord, measured_mfu, opening_line, progress_line};
+use crate::measure::{Circumstances, Steps, comparison, measure_profile};
 use crate::random::Region;
 use crate::train::{
     Progress, TrainConfig, check_against, has_weight_decay, learning_rate, micro_batches_at, read_train,
@@ -43,6 +44,8 @@ pub struct Request {
     pub export: Option<PathBuf>,
     /// Where to write a line for each step.
     pub log: Option<PathBuf>,
+    /// Where to write what the run and measurements after it say of the machine.
+    pub profile: Option<PathBuf>,
     /// Only evaluate, on `steps` batches.
     pub evaluate: bool,
     /// How long ranks wait for one another.
@@ -96,18 +99,20 @@ pub fn prepare_run(plan: &Plan, request: &Request) -> Result<Prepared, Error> {
     Ok(Prepared { config, sources, weights: weights.transpose()? })
 }
 
-/// Meets the other ranks and runs. All ranks must call it with equal plans and requests.
+/// Meets the other ranks and runs. All ranks must call it with equal plans and requests. Gives what rank 0 has to
+/// report at the end.
 ///
 /// # Errors
 /// Exit code 2 for ranks that were not started alike, 4 for a lost rank, 5 for numbers that are none.
-pub fn run_rank(plan: &Plan, request: &Request, prepared: &Prepared, launch: &Launch) -> Result<(), Error> {
+pub fn run_rank(plan: &Plan, request: &Request, prepared: &Prepared, launch: &Launch) -> Result<String, Error> {
     let options = Options { timeout: request.timeout, ..Options::default() };
     let hash = content_hash(&(plan, &prepared.config, request.steps, request.evaluate));
     let world = World::connect(launch, &hash, options)?;
-    let ended = Run::new(plan, request, prepared, &world).and_then(|mut run| run.run());
+    let hosts = launch.world_size.div_ceil(launch.local_size);
+    let ended = Run::new(plan, request, prepared, &world).and_then(|mut run| run.run(hosts));
     match ended {
         // Every rank found the same.
-        Ok(()) | Err(Error::Numerical(_)) => {
+        Ok(_) | Err(Error::Numerical(_)) => {
             world.finish()?;
             ended
         }
@@ -133,6 +138,8 @@ struct Run<'a> {
     progress: Progress,
     /// Bytes that this rank had sent before the step.
     sent: u64,
+    /// Steps of the plan's batch.
+    steps: Steps,
 }
 
 impl<'a> Run<'a> {
@@ -145,20 +152,22 @@ impl<'a> Run<'a> {
         let log = request.log.as_deref().filter(|_| first).map(Log::open).transpose();
         let log = log.map_err(|problem| Error::BadInput(vec![problem]))?;
         let progress = Progress::default();
-        Ok(Run { plan, request, prepared, world, executor, all, log, progress, sent: 0 })
+        Ok(Run { plan, request, prepared, world, executor, all, log, progress, sent: 0, steps: Steps::default() })
     }
 
-    fn run(&mut self) -> Result<(), Error> {
+    fn run(&mut self, hosts: u64) -> Result<String, Error> {
         if self.request.evaluate {
             let loss = self.evaluate(&self.prepared.sources.training, self.request.steps)?;
             self.say(&format!("loss {loss:.6} over {} batches", self.request.steps));
-            return Ok(());
+            return Ok(String::new());
         }
         self.say(&opening_line(&self.plan.estimate, self.world.size()));
-        let mut times = Vec::new();
         while self.progress.steps < self.request.steps {
             let record = self.step()?;
-            times.push(record.seconds);
+            if record.predicted_seconds.is_some() {
+                self.steps.times.push(self.executor.times());
+                self.steps.seconds.push(record.seconds);
+            }
             if let Some(log) = &mut self.log {
                 log.write(&record).map_err(|problem| Error::BadInput(vec![problem]))?;
             }
@@ -171,7 +180,29 @@ impl<'a> Run<'a> {
             export_weights(self.plan, &self.executor, self.world, directory)?;
             self.say(&format!("weights written to {}", directory.display()));
         }
-        Ok(())
+        self.report(hosts)
+    }
+
+    /// Compares with the plan, and measures the machine if that is asked for.
+    fn report(&self, hosts: u64) -> Result<String, Error> {
+        let typical = self.steps.typical(self.world.rank().0 as usize, self.all.as_ref())?;
+        if let Some(path) = &self.request.profile {
+            let Some(typical) = &typical else {
+                let what = "no step had the plan's batch, so that there is nothing to measure";
+                return Err(Problem::new(what, "--profile", "run until the batch has grown, or without ramp-up").into());
+            };
+            let circumstances = Circumstances { world: self.world, all: self.all.as_ref(), hosts, path };
+            let text = measure_profile(self.plan, &self.executor, typical, &circumstances)?;
+            if self.world.rank().0 == 0 {
+                let wrong = |error: std::io::Error| {
+                    let help = "name a file in a folder that can be written to";
+                    Problem::new(format!("cannot write the profile: {error}"), path.display().to_string(), help)
+                };
+                std::fs::write(path, text).map_err(wrong)?;
+                self.say(&format!("profile written to {}", path.display()));
+            }
+        }
+        Ok(typical.map_or(String::new(), |typical| comparison(&self.plan.estimate, &typical)))
     }
 
     /// Prints on rank 0, which speaks for all.

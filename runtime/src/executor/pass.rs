@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use ir::program::{Direction, InputKind, ParameterRef};
 
+use super::clock::Account;
 use super::exchange::{Exchange, Started};
 use super::gradient::{add_operator, add_value};
-use super::steps::{LocalValue, RankBody, Step, Use};
+use super::steps::{Charged, LocalValue, RankBody, Step, Use};
 use super::{Executor, MicroBatches};
 use crate::Error;
 use crate::operators::run::apply_run;
@@ -57,6 +58,7 @@ impl Executor<'_> {
         if let Some(value) = code.input {
             frame.values[value] = Some(self.take_stream(Direction::Activation, batch));
         }
+        self.clock.charge(Account::MicroBatch);
         self.execute(&code, &code.forward, (body, layer, batch), &mut frame, input)?;
         let output = match code.keeps_output {
             true => frame.values[code.output].clone().expect("a body gives its output"),
@@ -76,6 +78,7 @@ impl Executor<'_> {
         if let Some(value) = code.output_gradient {
             frame.values[value] = Some(self.take_stream(Direction::Gradient, batch));
         }
+        self.clock.charge(Account::MicroBatch);
         self.execute(&code, &code.backward, (body, layer, batch), &mut frame, input)?;
         if let Some(value) = code.input_gradient {
             let gradient = frame.take(value);
@@ -91,13 +94,13 @@ impl Executor<'_> {
     fn execute(
         &mut self,
         code: &RankBody,
-        steps: &[Step],
+        steps: &[Charged],
         (body, layer, batch): (u32, u64, u64),
         frame: &mut Frame,
         input: &MicroBatches,
     ) -> Result<(), Error> {
         let reference = |parameter: u32| ParameterRef { body, layer, parameter };
-        for step in steps {
+        for Charged { step, account } in steps {
             match step {
                 Step::Input(kind, value) => {
                     frame.values[*value] = Some(self.input(*kind, &code.values[*value], batch, input))
@@ -148,6 +151,9 @@ impl Executor<'_> {
                     add_value(held, frame.operand(*operand).tensor());
                 }
                 Step::Free(value) => drop(mem::take(&mut frame.values[*value])),
+            }
+            if let Some(account) = account {
+                self.clock.charge(*account);
             }
         }
         Ok(())

@@ -10,7 +10,10 @@ use ir::model::DType;
 use ir::plan::Plan;
 use ir::program::{Body, Conversion, InputKind, Instruction, Op, Value, ValueId};
 use ir::sharding::TensorSplit;
+use ir::strategy::Recompute;
 
+use super::accounts::{Pass, charged};
+use super::clock::Account;
 use super::exchange::Exchange;
 use crate::operators::Place;
 use crate::operators::run::{LocalShape, Run, attention_gradient_runs, plan_run};
@@ -23,9 +26,9 @@ pub struct RankBody {
     /// Local form of each value.
     pub values: Vec<LocalValue>,
     /// Forward pass.
-    pub forward: Vec<Step>,
+    pub forward: Vec<Charged>,
     /// Backward pass.
-    pub backward: Vec<Step>,
+    pub backward: Vec<Charged>,
     /// The activation that enters.
     pub input: Option<usize>,
     /// The activation that leaves, or the loss.
@@ -56,6 +59,15 @@ pub struct Use {
     pub value: usize,
     /// Whether nobody reads it later.
     pub last: bool,
+}
+
+/// An instruction, and what the time until its end is charged to; none if the next one goes to the same account.
+#[derive(Debug)]
+pub struct Charged {
+    /// The instruction.
+    pub step: Step,
+    /// The account.
+    pub account: Option<Account>,
 }
 
 /// One instruction of a rank.
@@ -90,10 +102,14 @@ pub fn resolve(plan: &Plan, split: TensorSplit, body: &Body, place: &RankPlace) 
     let reads_output = |instruction: &Instruction| {
         !matches!(instruction, Instruction::Free(_)) && instruction.reads().contains(&body.output)
     };
+    let pass = match plan.strategy.recompute {
+        Recompute::None => Pass::Backward,
+        Recompute::Selective | Recompute::Full => Pass::RepeatingBackward,
+    };
     RankBody {
         values: body.values.iter().map(|value| context.local_value(value)).collect(),
-        forward: context.steps(&body.forward, PassKind::Forward),
-        backward: context.steps(&body.backward, PassKind::Backward),
+        forward: charged(context.steps(&body.forward, PassKind::Forward), body, Pass::Forward),
+        backward: charged(context.steps(&body.backward, PassKind::Backward), body, pass),
         input: body.input.map(index),
         output: index(body.output),
         keeps_output: body.backward.iter().any(reads_output),

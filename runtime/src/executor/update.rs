@@ -6,6 +6,7 @@ use ir::distribution::SplitAxis;
 use ir::error::Problem;
 use ir::program::{Conversion, ParameterRef, UpdateInstruction};
 
+use super::clock::Account;
 use super::exchange::Singles;
 use super::parameters::Held;
 use super::{Executor, MicroBatches};
@@ -91,6 +92,7 @@ impl Executor<'_> {
                     range.each().try_for_each(|reference| self.gather(reference))?;
                 }
             }
+            self.clock.charge(account_of(instruction));
         }
         Ok(updated)
     }
@@ -203,6 +205,18 @@ impl Executor<'_> {
             ValuesMut::Index(_) => unreachable!("weights are no ids"),
         }
         Ok(())
+    }
+}
+
+/// Where the time of an instruction goes.
+fn account_of(instruction: &UpdateInstruction) -> Account {
+    match instruction {
+        UpdateInstruction::WaitReduction(_) | UpdateInstruction::GatherOverData(_) => Account::Data,
+        // The cost model counts the sum of the two copies of a tied embedding there.
+        UpdateInstruction::ReduceOverTied(_) => Account::Data,
+        UpdateInstruction::ReduceOverTensor(..) => Account::Tensor,
+        UpdateInstruction::AddSquares(..) | UpdateInstruction::AdamW(_) => Account::Optimizer,
+        UpdateInstruction::FinishNorm => Account::Step,
     }
 }
 

@@ -62,6 +62,9 @@ pub struct RunOptions {
     /// Write a line of JSON for each step
     #[arg(long, value_name = "FILE")]
     pub log: Option<PathBuf>,
+    /// Write what the run says of this machine as a cluster file for `plan --cluster`
+    #[arg(long, value_name = "FILE", conflicts_with = "evaluate")]
+    pub profile: Option<PathBuf>,
     /// Only evaluate, on --steps batches
     #[arg(long)]
     pub evaluate: bool,

@@ -27,17 +27,24 @@ pub fn run(options: &RunOptions) -> Result<ExitCode, Error> {
     match launch {
         Some(launch) => {
             check_world(&launch, &plan)?;
-            run_rank(&plan, &request, &prepared, &launch)?;
+            print_report(&launch, &run_rank(&plan, &request, &prepared, &launch)?);
         }
         None if world_size == 1 => {
             let reserved = reserve_port().map_err(|error| cannot_start(&error))?;
             let address = Address { host: "127.0.0.1".to_owned(), port: reserved.port };
             let launch = Launch { rank: Rank(0), world_size: 1, local_rank: 0, local_size: 1, node: Some(0), address };
-            run_rank(&plan, &request, &prepared, &launch)?;
+            print_report(&launch, &run_rank(&plan, &request, &prepared, &launch)?);
         }
         None => return start_ranks(world_size),
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Prints what the run reports, on rank 0.
+fn print_report(launch: &Launch, report: &str) {
+    if launch.rank.0 == 0 {
+        print!("{report}");
+    }
 }
 
 fn request(options: &RunOptions) -> Result<Request, Error> {
@@ -68,6 +75,7 @@ fn request(options: &RunOptions) -> Result<Request, Error> {
         weights: options.weights.clone(),
         export: options.export.clone(),
         log: options.log.clone(),
+        profile: options.profile.clone(),
         evaluate: options.evaluate,
         timeout: Duration::from_secs(options.timeout),
     })

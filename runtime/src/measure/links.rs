@@ -1,0 +1,134 @@
+//! Messages between ranks: latency, bandwidth, and what they take from the computation beside them.
+
+use std::time::Instant;
+
+use ir::graph::DimName::{Hidden, Intermediate, Sequence};
+use ir::mesh::Rank;
+use ir::program::{Direction, Op};
+
+use super::median;
+use crate::communicator::{Error, Group, Reduction, World};
+use crate::operators::{Operand, Place, ResultShape, apply};
+use crate::tensor::{Format, Memory, Tensor};
+
+/// Bytes of the messages whose bandwidth is measured.
+const SIZES: [usize; 4] = [256 << 10, 1 << 20, 4 << 20, 16 << 20];
+/// Times that each large one is sent.
+const REPETITIONS: usize = 7;
+/// Times that each small one is sent.
+const MANY: usize = 200;
+/// Elements of a small message.
+const SMALL: usize = 16;
+/// Elements of the message that is sent beside computation.
+const BESIDE: usize = 1 << 20;
+/// Edge of the products beside which it is sent.
+const EDGE: usize = 256;
+
+/// What was measured.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LinkRates {
+    /// Bytes a second that a rank sends in a ring.
+    pub bandwidth: f64,
+    /// Fixed time of a collective, its steps apart.
+    pub base: f64,
+    /// Time of a message without payload.
+    pub hop: f64,
+    /// Share of a collective's time by which it delays the computation beside it.
+    pub occupancy: f64,
+}
+
+/// Measures on all ranks together.
+///
+/// # Errors
+/// What ended the run.
+pub fn measure_links(world: &World, all: &Group) -> Result<LinkRates, Error> {
+    let steps = 2.0 * (all.size() - 1) as f64;
+    let hop = measure_hop(world)?;
+    let mut small = vec![1.0_f32; SMALL];
+    let latency = time(MANY, || all.all_reduce(Reduction::Sum, &mut small))?;
+    let bandwidth = measure_bandwidth(all, latency)?;
+    let occupancy = measure_occupancy(all)?;
+    let mut rates = [hop, (latency - steps * hop).max(0.0), bandwidth, occupancy];
+    all.all_reduce(Reduction::Sum, &mut rates)?;
+    let [hop, base, bandwidth, occupancy] = rates.map(|rate| rate / all.size() as f64);
+    Ok(LinkRates { bandwidth, base, hop, occupancy })
+}
+
+/// Time of a small message between neighbours.
+fn measure_hop(world: &World) -> Result<f64, Error> {
+    let (rank, size) = (world.rank().0, world.size());
+    let [next, previous] = [Rank((rank + 1) % size), Rank((rank + size - 1) % size)];
+    let mut numbers = [0.0_f32; SMALL];
+    // Rank 0 begins a round; the message goes once through all ranks.
+    let round = time(MANY, || {
+        if rank == 0 {
+            world.send(next, Direction::Activation, numbers.to_vec())?;
+            return world.recv(previous, Direction::Activation, &mut numbers);
+        }
+        world.recv(previous, Direction::Activation, &mut numbers)?;
+        world.send(next, Direction::Activation, numbers.to_vec())
+    })?;
+    Ok(round / size as f64)
+}
+
+/// Payload that leaves a rank over the time beyond the latency, over sizes and kinds together.
+fn measure_bandwidth(all: &Group, latency: f64) -> Result<f64, Error> {
+    let part = (all.size() - 1) as f64 / all.size() as f64;
+    let (mut bytes, mut seconds) = (0.0, 0.0);
+    for size in SIZES {
+        let mut data = vec![1.0_f32; size / size_of::<f32>()];
+        let reduce = time(REPETITIONS, || all.all_reduce(Reduction::Max, &mut data))?;
+        let gather = time(REPETITIONS, || all.all_gather(&mut data))?;
+        let scatter = time(REPETITIONS, || all.reduce_scatter(Reduction::Max, &mut data))?;
+        // An all_reduce sends twice as much as each of the others, in twice as many steps.
+        bytes += 4.0 * part * size as f64;
+        seconds += (reduce + gather + scatter - 2.0 * latency).max(0.0);
+    }
+    Ok(bytes / seconds)
+}
+
+/// How much longer computation takes with a collective beside it, over the time of the collective alone.
+fn measure_occupancy(all: &Group) -> Result<f64, Error> {
+    let mut data = vec![1.0_f32; BESIDE];
+    let alone = time(REPETITIONS, || all.all_reduce(Reduction::Max, &mut data))?;
+    let memory = Memory::default();
+    let dims = [[(Sequence, EDGE), (Hidden, EDGE)], [(Hidden, EDGE), (Intermediate, EDGE)]];
+    let [a, b] = dims.map(|dims| Tensor::zeros(&memory, &dims, Format::Single));
+    let result = [(Sequence, EDGE), (Intermediate, EDGE)];
+    let compute = |count: usize| {
+        let shape = ResultShape { memory: &memory, dims: &result, format: Format::Single, place: Place::WHOLE };
+        for _ in 0..count {
+            drop(apply(&Op::Contraction, vec![Operand::Borrowed(&a), Operand::Borrowed(&b)], &shape));
+        }
+    };
+    let one = time(REPETITIONS, || {
+        compute(1);
+        Ok(())
+    })?;
+    let mut counts = [(3.0 * alone / one).ceil().clamp(1.0, 1e4)];
+    all.all_reduce(Reduction::Max, &mut counts)?;
+    let count = counts[0] as usize;
+    let computing = time(REPETITIONS, || {
+        all.barrier()?;
+        compute(count);
+        Ok(())
+    })?;
+    let both = time(REPETITIONS, || {
+        all.barrier()?;
+        let pending = all.start_all_reduce(Reduction::Max, vec![1.0_f32; BESIDE]);
+        compute(count);
+        pending.wait().map(drop)
+    })?;
+    Ok(((both - computing) / alone).clamp(0.0, 1.0))
+}
+
+/// Median time of an operation.
+fn time(repetitions: usize, mut run: impl FnMut() -> Result<(), Error>) -> Result<f64, Error> {
+    let mut seconds = Vec::with_capacity(repetitions);
+    for _ in 0..repetitions {
+        let start = Instant::now();
+        run()?;
+        seconds.push(start.elapsed().as_secs_f64());
+    }
+    Ok(median(seconds))
+}
