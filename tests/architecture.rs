@@ -122,10 +122,13 @@ fn profiles_are_called_as_their_files() {
         "alpa",
         "deepspeed-zero",
         "fsdp-2023",
+        "fsdp-2024",
         "fsdp-compile-2024",
         "megatron-2021",
         "megatron-core-2024",
         "megatron-core-2025",
+        "megatron-core-2026",
+        "megatron-core-plain",
         "megatron-deepspeed-2022",
         "planwright",
     ];

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use cost_models::machine::Machine;
-use hardware_profiles::device::OperatorClass;
+use hardware_profiles::device::{MatmulFormat, OperatorClass};
 use hardware_profiles::{ClusterFile, read_cluster_file};
 use ir::graph::build_graph;
 use ir::plan::{Plan, TimeTerm, write_plan};
@@ -88,7 +88,7 @@ fn check(layout: (u64, u64, u64)) {
     let links = if gpus > 1 { Provenance::Measured } else { Provenance::Assumed };
     assert_eq!(cluster.intra.bandwidth_per_gpu_per_direction.provenance, links);
 
-    let machine = Machine { device, cluster, stack, node_gpus: gpus };
+    let machine = Machine { device, cluster, stack, node_gpus: gpus, matmul_format: MatmulFormat::Model };
     let predict = |layout, micro_batch, recompute| {
         let plan = planned(machine.clone(), gpus, fixed(layout, micro_batch, recompute));
         for (term, time) in &plan.estimate.terms {

@@ -6,7 +6,8 @@
 
 use std::collections::BTreeMap;
 
-use hardware_profiles::device::OperatorClass;
+use hardware_profiles::device::{MatmulFormat, OperatorClass};
+use hardware_profiles::stack::ContextExchange;
 use ir::graph::{Block, BlockRole, Dim, DimName, Extents, Fusion, OperatorKind};
 use ir::model::DType;
 use ir::sharding::TensorSplit;
@@ -15,7 +16,7 @@ use petgraph::graph::NodeIndex;
 use petgraph::visit::EdgeRef;
 use petgraph::{Direction, unionfind::UnionFind};
 
-use crate::collective::{CollectiveKind, Placement, collective_time};
+use crate::collective::{CollectiveKind, Placement, collective_time, copies_across, exchange_time};
 use crate::machine::Machine;
 use crate::matmul::{MatmulShape, matmul_time};
 
@@ -38,6 +39,12 @@ pub struct BlockCost {
     pub forward_communication: Seconds,
     /// Tensor-axis collectives of the backward pass.
     pub backward_communication: Seconds,
+    /// Kernels of the forward pass.
+    pub forward_kernels: u64,
+    /// Kernels of the backward pass.
+    pub backward_kernels: u64,
+    /// Exchanges of the context and the expert axis in the forward pass; backward has as many.
+    pub exchange: Seconds,
     /// Tensors kept for backward if nothing is recomputed.
     pub kept: Bytes,
     /// The part of `kept` that recomputing the attention core avoids.
@@ -55,6 +62,10 @@ pub struct BlockCase<'a> {
     pub split: TensorSplit,
     /// Where tensor groups lie.
     pub tensor_group: Placement,
+    /// Where context groups lie.
+    pub context_group: Placement,
+    /// Where expert groups lie.
+    pub expert_group: Placement,
     /// Micro-batch and sequence length.
     pub extents: Extents,
     /// Number format of the model.
@@ -68,6 +79,7 @@ pub fn block_cost(block: &Block, case: BlockCase) -> BlockCost {
     let mut cost = BlockCost { input: input_bytes(block, case), ..BlockCost::default() };
     add_computation(block, case, &mut cost);
     add_communication(block, case, &mut cost);
+    cost.exchange = expert_exchange_time(block, case) + context_exchange_time(block, case, cost.attention_core);
     add_kept(block, case, &mut cost);
     cost
 }
@@ -94,9 +106,11 @@ fn add_computation(block: &Block, case: BlockCase, cost: &mut BlockCost) {
         if flash && product.attention_core {
             continue;
         }
-        let [forward, backward] = product_times(product.shape, case);
+        let [forward, backward] = product_times(&product, case);
         cost.forward += forward;
         cost.backward += backward;
+        cost.forward_kernels += 1;
+        cost.backward_kernels += 2;
         if product.attention_core {
             cost.attention_core += forward;
         }
@@ -107,12 +121,23 @@ fn add_computation(block: &Block, case: BlockCase, cost: &mut BlockCost) {
         }
         cost.forward += kernel.forward;
         cost.backward += kernel.backward;
+        cost.forward_kernels += 1;
+        cost.backward_kernels += 1;
         if kernel.attention_core {
             cost.attention_core += kernel.forward;
         }
     }
+    if let Some(experts) = &case.machine.stack.kernels.experts
+        && block.graph.node_weights().any(|operator| operator.kind == OperatorKind::Dispatch)
+    {
+        cost.forward += experts.routing.value;
+        cost.backward += experts.routing.value;
+    }
     if flash {
         let forward = flash_attention_time(block, case);
+        let launched = u64::from(forward.0 > 0.0);
+        cost.forward_kernels += launched;
+        cost.backward_kernels += launched;
         cost.forward += forward;
         let measured = case.machine.device.flash_attention_backward.as_ref();
         cost.backward += forward * measured.map_or(FLASH_BACKWARD_PER_FORWARD, |ratio| ratio.value);
@@ -126,17 +151,29 @@ fn flash_attention_time(block: &Block, case: BlockCase) -> Seconds {
     if flops == 0.0 {
         return Seconds(0.0);
     }
-    let rate = case.machine.peak_rate(case.dtype).0 * case.machine.device.flash_attention_efficiency.value;
+    let speed = case.machine.stack.kernels.attention_speed.as_ref().map_or(1.0, |speed| speed.value);
+    let rate = case.machine.peak_rate(case.dtype).0 * case.machine.device.flash_attention_efficiency.value * speed;
     Seconds(flops * CAUSAL_SHARE / rate).max(case.machine.stack.kernels.launch_floor.value)
 }
 
-fn product_times(shape: MatmulShape, case: BlockCase) -> [Seconds; 2] {
-    let time = |shape| matmul_time(shape, case.dtype, case.machine);
-    [time(shape), time(shape.left_gradient()) + time(shape.right_gradient())]
+fn product_times(product: &Product, case: BlockCase) -> [Seconds; 2] {
+    let time = |shape| matmul_time(shape, product.format, case.dtype, case.machine);
+    let shape = product.shape;
+    let experts = case.machine.stack.kernels.experts.as_ref().filter(|_| product.grouped);
+    let slower = experts.map_or(1.0, |experts| 1.0 / experts.grouped_speed.value);
+    let times = [time(shape) * slower, (time(shape.left_gradient()) + time(shape.right_gradient())) * slower];
+    let low = case.machine.stack.kernels.low_precision.as_ref().filter(|_| product.format != MatmulFormat::Model);
+    let Some(low) = low else { return times };
+    let conversion = |elements: f64| {
+        Seconds(shape.batch * elements * low.conversion_bytes.value / case.machine.streaming_bandwidth().0)
+    };
+    [times[0] + conversion(shape.m * shape.k + shape.k * shape.n), times[1] + conversion(shape.m * shape.n)]
 }
 
 struct Product {
     shape: MatmulShape,
+    format: MatmulFormat,
+    grouped: bool,
     attention_core: bool,
 }
 
@@ -153,7 +190,12 @@ fn products(block: &Block, case: BlockCase) -> Vec<Product> {
         let input = joinable.then_some(operands[0]);
         match products.iter_mut().find(|(seen, _)| seen.is_some() && *seen == input) {
             Some((_, product)) => product.shape.n += shape.n,
-            None => products.push((input, Product { shape, attention_core: operator.attention_core })),
+            None => {
+                let weights = block.graph[operands[1]].is_parameter() && matches!(block.role, BlockRole::Layers(_));
+                let format = if weights { case.machine.matmul_format } else { MatmulFormat::Model };
+                let grouped = matches!(operator.kind, OperatorKind::GroupedContraction { .. });
+                products.push((input, Product { shape, format, grouped, attention_core: operator.attention_core }));
+            }
         }
     }
     products.into_iter().map(|(_, product)| product).collect()
@@ -179,7 +221,8 @@ fn product_shape(block: &Block, node: NodeIndex, case: BlockCase) -> Option<Matm
         k: size(&mut left.shape.iter().filter(|d| over.contains(&d.name))),
     };
     if grouped {
-        let experts = right.extent(DimName::Expert).map_or(1.0, |extent| extent.value(case.extents) as f64);
+        let expert = right.shape.iter().find(|dim| dim.name == DimName::Expert);
+        let experts = expert.map_or(1.0, |dim| case.split.local_extent(*dim, case.extents) as f64);
         shape.batch = experts;
         shape.m /= experts;
     }
@@ -329,7 +372,8 @@ fn add_communication(block: &Block, case: BlockCase, cost: &mut BlockCost) {
     if case.split.tensor_parallel == 1 {
         return;
     }
-    let time = |kind, bytes: f64| collective_time(kind, Bytes(bytes as u64), case.tensor_group, case.machine);
+    let shown = 1.0 - case.machine.stack.overlap.tensor.as_ref().map_or(0.0, |hidden| hidden.value);
+    let time = |kind, bytes: f64| collective_time(kind, Bytes(bytes as u64), case.tensor_group, case.machine) * shown;
     let pair = |bytes| time(CollectiveKind::ReduceScatter, bytes) + time(CollectiveKind::AllGather, bytes);
     let mut split_inputs: Vec<NodeIndex> = Vec::new();
     for node in block.graph.node_indices() {
@@ -357,6 +401,53 @@ fn add_communication(block: &Block, case: BlockCase, cost: &mut BlockCost) {
                 cost.backward_communication += pair(bytes);
             }
             false => cost.backward_communication += time(CollectiveKind::AllReduce, bytes),
+        }
+    }
+}
+
+/// Time to send tokens to the ranks of their experts and back, in one pass.
+fn expert_exchange_time(block: &Block, case: BlockCase) -> Seconds {
+    if case.split.expert_parallel == 1 {
+        return Seconds(0.0);
+    }
+    let routed = block.graph.node_indices().filter(|node| block.graph[*node].kind == OperatorKind::Dispatch);
+    let experts = case.machine.stack.kernels.experts.as_ref();
+    let shown = 1.0 - experts.map_or(0.0, |experts| experts.exchange_hidden.value);
+    let time = |node| {
+        // Tensor ranks send each their part of the tokens.
+        let bytes = whole_activation(block, node, case) / case.split.tensor_parallel as f64;
+        let group = case.expert_group;
+        let choices = block.graph[node].output.extent(DimName::Choice).map_or(1, |extent| extent.value(case.extents));
+        let far = match experts.is_some_and(|experts| experts.one_copy_per_domain) {
+            true => copies_across(group.domains, choices) / choices as f64,
+            false => (group.size - group.per_domain) as f64 / group.size as f64,
+        };
+        exchange_time(Bytes(bytes as u64), far, group, case.machine) * (2.0 * shown)
+    };
+    routed.map(time).sum()
+}
+
+/// Time of the context axis's exchange of one pass that attention does not cover.
+///
+/// A ring sends each rank's keys and values to all others beside the computation; an all_to_all exchanges
+/// queries, keys, values and contexts before and after it.
+fn context_exchange_time(block: &Block, case: BlockCase, attention: Seconds) -> Seconds {
+    let ranks = case.split.context_parallel;
+    if ranks == 1 {
+        return Seconds(0.0);
+    }
+    let keys = block.graph.node_indices().filter(|node| block.graph[*node].kind == OperatorKind::AsKeys);
+    let keys_and_values: f64 = keys.map(|node| case.bytes(block, node)).sum();
+    let time = |kind, bytes: f64| collective_time(kind, Bytes(bytes as u64), case.context_group, case.machine);
+    match case.machine.stack.overlap.context {
+        ContextExchange::Ring => {
+            let whole = keys_and_values * ranks as f64;
+            Seconds((time(CollectiveKind::AllGather, whole).0 - attention.0).max(0.0))
+        }
+        ContextExchange::AllToAll => {
+            let context = block.graph.node_indices().find(|node| block.graph[*node].name == "context");
+            let queries = context.map_or(0.0, |node| case.bytes(block, node));
+            time(CollectiveKind::AllToAll, 2.0 * queries + keys_and_values)
         }
     }
 }

@@ -28,6 +28,15 @@ pub enum CollectiveKind {
     AllGather,
     /// Every rank ends with its part of the sum.
     ReduceScatter,
+    /// Every rank sends a different part to each other.
+    AllToAll,
+}
+
+/// Copies of a token that cross the network if each domain gets at most one, with `choices` experts chosen at random
+/// of `domains`: the other domains times the chance that one of them holds some expert.
+pub fn copies_across(domains: u64, choices: u64) -> f64 {
+    let domains = domains as f64;
+    (domains - 1.0) * (1.0 - (1.0 - 1.0 / domains).powi(choices as i32))
 }
 
 impl Placement {
@@ -77,8 +86,12 @@ pub fn collective_time(kind: CollectiveKind, size: Bytes, placement: Placement, 
     let n = placement.size as f64;
     let steps = match kind {
         CollectiveKind::AllReduce => 2.0 * (n - 1.0),
-        CollectiveKind::AllGather | CollectiveKind::ReduceScatter => n - 1.0,
+        CollectiveKind::AllGather | CollectiveKind::ReduceScatter | CollectiveKind::AllToAll => n - 1.0,
     };
+    if kind == CollectiveKind::AllToAll {
+        let far = (n - placement.per_domain as f64) / n;
+        return exchange_time(size, far, placement, machine);
+    }
     let moving = size.scale(steps / n) / ring_bandwidth(placement, machine);
     machine.cluster.intra.base_latency.value + latency(kind, steps, placement, machine) + moving
 }
@@ -100,8 +113,23 @@ fn latency(kind: CollectiveKind, steps: f64, placement: Placement, machine: &Mac
     let tree = fast * (2.0 * (placement.per_domain - 1) as f64) + slow * (2.0 * depth);
     match kind {
         CollectiveKind::AllReduce => Seconds(ring.0.min(tree.0)),
-        CollectiveKind::AllGather | CollectiveKind::ReduceScatter => ring,
+        CollectiveKind::AllGather | CollectiveKind::ReduceScatter | CollectiveKind::AllToAll => ring,
     }
+}
+
+/// Time of an all_to_all in which each rank holds `size` bytes, of which the share `far` goes through the network:
+/// that and what stays in the domain move beside each other, each rank with its own share of the network cards.
+pub fn exchange_time(size: Bytes, far: f64, placement: Placement, machine: &Machine) -> Seconds {
+    let n = placement.size as f64;
+    let links = &machine.cluster.intra;
+    let near = size.scale((placement.per_domain as f64 - 1.0) / n);
+    let far = size.scale(far);
+    let fast = links.bandwidth_per_gpu_per_direction.value * links.efficiency.value;
+    let network = &machine.cluster.inter;
+    let cards = network.bandwidth_per_nic_per_direction.value * machine.cluster.nics_per_gpu();
+    let slow = cards * network.efficiency.value;
+    let hop = if placement.inside_domain() { links.hop_latency.value } else { network.hop_latency.value };
+    links.base_latency.value + hop + (near / fast).max(far / slow)
 }
 
 /// Time of a send of `size` bytes by every rank of a stage to its peer in the next stage.

@@ -1,5 +1,6 @@
 //! The machine that a prediction is made for: device, cluster and software stack together.
 
+use hardware_profiles::device::MatmulFormat;
 use hardware_profiles::{ClusterProfile, DeviceProfile, StackProfile};
 use ir::model::DType;
 use ir::provenance::Provenance;
@@ -16,6 +17,8 @@ pub struct Machine {
     pub stack: StackProfile,
     /// Accelerators of a node, as the user gave them.
     pub node_gpus: u64,
+    /// Number format of the layers' matrix products.
+    pub matmul_format: MatmulFormat,
 }
 
 impl Machine {
@@ -31,7 +34,8 @@ impl Machine {
 
     /// Bandwidth of streaming kernels.
     pub fn streaming_bandwidth(&self) -> BytesPerSecond {
-        self.device.memory_bandwidth.value * self.device.memory_efficiency.value
+        let speed = self.stack.kernels.streaming_speed.as_ref().map_or(1.0, |speed| speed.value);
+        self.device.memory_bandwidth.value * self.device.memory_efficiency.value * speed
     }
 
     /// Memory that a plan may use: the device's, less the stack's margin.

@@ -1,5 +1,6 @@
 //! Time of a matrix product by its shape.
 
+use hardware_profiles::device::MatmulFormat;
 use ir::model::DType;
 use ir::units::Seconds;
 
@@ -69,17 +70,35 @@ pub fn matmul_efficiency(shape: MatmulShape, machine: &Machine) -> f64 {
     let waves = tiles / profile.multiprocessors.value as f64;
     let filled = (shape.m * shape.n * shape.batch) / (tiles * TILE * TILE);
     let depth = shape.k / (shape.k + profile.half_depth.value);
-    profile.maximum.value * filled * waves / (waves + WAVE_LOSS) * depth
+    profile.maximum.value * filled * waves / (waves + WAVE_LOSS) * depth * alignment(shape, machine)
+}
+
+/// Relative speed by how the extents that are contiguous in memory divide.
+fn alignment(shape: MatmulShape, machine: &Machine) -> f64 {
+    let Some(misaligned) = &machine.device.matmul.misaligned else { return 1.0 };
+    let [n, k] = [shape.n, shape.k].map(|extent| extent as u64);
+    match () {
+        _ if n.is_multiple_of(64) && k.is_multiple_of(64) => 1.0,
+        _ if n.is_multiple_of(8) && k.is_multiple_of(8) => misaligned.eights.value,
+        _ => misaligned.odd.value,
+    }
 }
 
 /// Time of a product: the longer of computing it and of moving its matrices once, plus the launch floor
 /// where both are shorter.
-pub fn matmul_time(shape: MatmulShape, dtype: DType, machine: &Machine) -> Seconds {
+pub fn matmul_time(shape: MatmulShape, format: MatmulFormat, dtype: DType, machine: &Machine) -> Seconds {
     if shape.flops() == 0.0 {
         return Seconds(0.0);
     }
     let kernels = &machine.stack.kernels;
-    let rate = machine.peak_rate(dtype).0 * matmul_efficiency(shape, machine) * kernels.matmul_speed.value;
+    let low = kernels.low_precision.as_ref().filter(|_| format != MatmulFormat::Model);
+    let relative = low.map_or(1.0, |low| match (format, &low.fp4_speed) {
+        (MatmulFormat::Fp4, Some(speed)) => speed.value,
+        _ => low.speed.value,
+    });
+    let speed = kernels.matmul_speed.value * relative;
+    let peak = machine.device.product_peak(format, dtype).map_or(0.0, |peak| peak.value.0);
+    let rate = peak * matmul_efficiency(shape, machine) * speed;
     let moving = shape.elements() * dtype.bytes() as f64 / machine.streaming_bandwidth().0;
     Seconds((shape.flops() / rate).max(moving)).max(kernels.launch_floor.value)
 }

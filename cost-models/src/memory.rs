@@ -38,17 +38,28 @@ pub struct ModelState {
     pub optimizer: Bytes,
 }
 
+/// Ranks over which ZeRO shards parameters outside experts, and those of routed experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shards {
+    /// Outside experts.
+    pub dense: u64,
+    /// Routed experts.
+    pub expert: u64,
+}
+
 /// What a stage puts on each of its ranks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StageLoad {
-    /// Parameter elements after the tensor split.
+    /// Parameter elements of a rank.
     pub parameters: u64,
+    /// The part of `parameters` that are routed experts.
+    pub expert_parameters: u64,
     /// Parameter elements of the largest block.
     pub largest_block: u64,
     /// Tensors kept for backward by one micro-batch.
     pub kept: Bytes,
-    /// Micro-batches in flight.
-    pub in_flight: u64,
+    /// Micro-batches in flight; with virtual stages a part of one counts as such.
+    pub in_flight: f64,
     /// Largest set of temporary tensors.
     pub workspace: Bytes,
 }
@@ -105,14 +116,21 @@ pub fn model_state(parameters: u64, bytes: StateBytes, zero_stage: ZeroStage, sh
 pub fn stage_memory(
     load: StageLoad,
     zero_stage: ZeroStage,
-    shard_group: u64,
+    shards: Shards,
     dtype: DType,
     machine: &Machine,
 ) -> StageMemory {
     let profile = &machine.stack.memory;
-    let state = model_state(load.parameters, state_bytes(machine, dtype), zero_stage, shard_group);
+    let bytes = state_bytes(machine, dtype);
+    let dense = model_state(load.parameters - load.expert_parameters, bytes, zero_stage, shards.dense);
+    let expert = model_state(load.expert_parameters, bytes, zero_stage, shards.expert);
+    let state = ModelState {
+        weights: dense.weights + expert.weights,
+        gradients: dense.gradients + expert.gradients,
+        optimizer: dense.optimizer + expert.optimizer,
+    };
     let blocks = match zero_stage {
-        _ if shard_group == 1 => 0,
+        _ if shards.dense == 1 => 0,
         ZeroStage::None | ZeroStage::OptimizerState => 0,
         ZeroStage::Gradients => UNREDUCED_BLOCKS,
         ZeroStage::Parameters => GATHERED_BLOCKS + UNREDUCED_BLOCKS,
@@ -120,7 +138,7 @@ pub fn stage_memory(
     let gathered = Bytes(blocks * load.largest_block.min(load.parameters) * dtype.bytes());
     let mut memory = StageMemory {
         state,
-        activations: load.kept * load.in_flight,
+        activations: load.kept.scale(load.in_flight),
         workspace: load.workspace,
         gathered,
         buffers: profile.communication_buffers.value,

@@ -34,6 +34,35 @@ pub fn in_flight(schedule: ScheduleKind, stage: u64, num_stages: u64, micro_batc
     }
 }
 
+/// Micro-batches' worth of activations that a stage keeps at once with `virtual_stages` parts of the model.
+///
+/// Interleaved 1F1B: stage r runs 2(p − r − 1) + (v − 1) p + 1 parts ahead, each of 1/v of its layers
+/// (Megatron-LM, arXiv 2104.04473, section 2.2.2, and arXiv 2205.05198, section 4.2.3).
+pub fn kept_micro_batches(
+    schedule: ScheduleKind,
+    stage: u64,
+    num_stages: u64,
+    virtual_stages: u64,
+    micro_batches: u64,
+) -> f64 {
+    if virtual_stages == 1 {
+        return in_flight(schedule, stage, num_stages, micro_batches) as f64;
+    }
+    let ahead = 2 * (num_stages - stage - 1) + (virtual_stages - 1) * num_stages + 1;
+    ahead.min(micro_batches * virtual_stages) as f64 / virtual_stages as f64
+}
+
+/// Time of interleaved 1F1B with `virtual_stages` parts of the model on each stage.
+///
+/// What 1F1B waits beyond the slowest stage's own work is divided by the parts (arXiv 2104.04473, section
+/// 2.2.2); each further part adds its transfers to the start and the end.
+pub fn interleaved_time(stages: &[StageTime], micro_batches: u64, virtual_stages: u64, transfer: Seconds) -> Seconds {
+    let slowest = stages.iter().map(|stage| stage.total()).fold(Seconds(0.0), Seconds::max) * micro_batches as f64;
+    let plain = pipeline_time(ScheduleKind::OneForwardOneBackward, stages, micro_batches, Seconds(0.0));
+    let waiting = (plain - slowest) * (1.0 / virtual_stages as f64);
+    slowest + waiting + transfer * (2 * (stages.len() as u64 - 1)) as f64
+}
+
 /// A time that no schedule of these stages can beat.
 ///
 /// Stage i works m (f + b), starts after the forward passes of the stages before it, and their backward

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use ir::graph::{Block, BlockRole, Extents, ModelGraph};
-use ir::mesh::{Axis, build_mesh};
+use ir::mesh::{Axis, GroupFamily, build_mesh};
 use ir::model::{MAX_LAYER_RUNS, ModelSpec, Workload};
 use ir::plan::{Term, TimeTerm};
 use ir::provenance::Provenance;
@@ -14,8 +14,13 @@ use ir::units::{Bytes, Seconds};
 use crate::block::{BlockCase, BlockCost, block_cost};
 use crate::collective::{CollectiveKind, Placement, collective_time, place, send_time};
 use crate::machine::Machine;
-use crate::memory::{StageLoad, StageMemory, stage_memory, state_bytes};
-use crate::pipeline::{StageTime, in_flight, pipeline_time};
+use crate::memory::{Shards, StageLoad, StageMemory, stage_memory, state_bytes};
+use crate::pipeline::{StageTime, interleaved_time, kept_micro_batches, pipeline_time};
+
+/// Order of the norm that stands for the longer of the host's and the kernels' time.
+const SHARPNESS: f64 = 4.0;
+/// Collectives of the tensor axis in one pass of a layer.
+const TENSOR_COLLECTIVES: u64 = 2;
 
 /// A model on a machine, ready to be costed.
 #[derive(Clone, Copy, Debug)]
@@ -35,8 +40,10 @@ pub struct Scenario<'a> {
 pub struct CostedBlock {
     /// Times and bytes.
     pub cost: BlockCost,
-    /// Parameter elements after the tensor split.
+    /// Parameter elements of a rank.
     pub parameters: u64,
+    /// The part of `parameters` that are routed experts, which fewer ranks hold copies of.
+    pub expert_parameters: u64,
     /// The part of `parameters` that is a second use of the token embedding.
     pub tied_parameters: u64,
 }
@@ -72,6 +79,8 @@ pub struct BlockTime {
     pub recomputation: Seconds,
     /// Tensor-axis collectives.
     pub tensor: Seconds,
+    /// Exchanges of the expert and the context axis.
+    pub exchange: Seconds,
     /// Data-axis collectives that computation does not cover.
     pub data: Seconds,
     /// Forward and backward pass with everything above.
@@ -104,10 +113,15 @@ pub fn costed_blocks(scenario: Scenario, split: TensorSplit, micro_batch: u64) -
     let per_domain = machine.fast_domain_gpus().min(degree);
     let tensor_group = Placement { size: degree, per_domain, domains: degree.div_ceil(per_domain) };
     let extents = Extents { micro_batch, sequence_length: workload.sequence_length };
-    let case = BlockCase { split, tensor_group, extents, dtype: model.dtype, machine };
+    let family = |axis, size| GroupFamily { axis, size, stride: degree, count: 1 };
+    let at = |axis, size| place(&family(axis, size), machine.fast_domain_gpus());
+    let context_group = at(Axis::Context, split.context_parallel);
+    let expert_group = at(Axis::Data, split.expert_parallel);
+    let case = BlockCase { split, tensor_group, context_group, expert_group, extents, dtype: model.dtype, machine };
     let costed = |block: &Block| CostedBlock {
         cost: block_cost(block, case),
         parameters: split.local_block_parameters(block),
+        expert_parameters: split.local_expert_parameters(block),
         tied_parameters: split.local_tied_parameters(block),
     };
     let mut blocks = PerBlock::default();
@@ -136,17 +150,50 @@ fn block_time(scenario: Scenario, block: CostedBlock, strategy: &Strategy, recom
         Recompute::Selective => (cost.attention_core, Seconds(0.0)),
         Recompute::Full => (cost.forward, cost.forward_communication),
     };
+    let exchanges = match recompute {
+        Recompute::None | Recompute::Selective => 2.0,
+        Recompute::Full => 3.0,
+    };
     let accumulation = gradient_accumulation_time(scenario, block.parameters, strategy);
-    let forward = cost.forward + cost.forward_communication;
-    let backward = cost.backward + accumulation + cost.backward_communication + recomputation + repeated_communication;
-    let [data_forward, data_backward] = sharded_state_time(scenario, block.parameters, strategy, [forward, backward]);
+    let forward = cost.forward + cost.forward_communication + cost.exchange;
+    let backward = cost.backward
+        + accumulation
+        + cost.backward_communication
+        + recomputation
+        + repeated_communication
+        + cost.exchange * (exchanges - 1.0);
+    let [waits, waits_back] = host_waits(scenario, &cost, strategy, recompute, [forward, backward]);
+    let (forward, backward) = (forward + waits, backward + waits_back);
+    let [data_forward, data_backward] = sharded_state_time(scenario, block, strategy, [forward, backward]);
     BlockTime {
-        compute: cost.forward + cost.backward + accumulation,
+        compute: cost.forward + cost.backward + accumulation + waits + waits_back,
         recomputation,
         tensor: cost.forward_communication + cost.backward_communication + repeated_communication,
+        exchange: cost.exchange * exchanges,
         data: data_forward + data_backward,
         pass: StageTime { forward: forward + data_forward, backward: backward + data_backward },
     }
+}
+
+/// Time by which the host delays a block: it issues the kernels one by one, and runs ahead in some parts of the block
+/// and behind in others, so that the longer of both times is rounded (a norm of order [`SHARPNESS`]).
+fn host_waits(
+    scenario: Scenario,
+    cost: &BlockCost,
+    strategy: &Strategy,
+    recompute: Recompute,
+    passes: [Seconds; 2],
+) -> [Seconds; 2] {
+    let Some(each) = &scenario.machine.stack.kernels.host_launch else { return [Seconds(0.0); 2] };
+    let collectives = u64::from(strategy.tensor_parallel > 1) * TENSOR_COLLECTIVES;
+    let forward = cost.forward_kernels + collectives;
+    let again = if recompute == Recompute::Full { forward } else { 0 };
+    let backward = cost.backward_kernels + collectives + again;
+    let wait = |kernels: u64, pass: Seconds| {
+        let issue = each.value.0 * kernels as f64;
+        Seconds((issue.powf(SHARPNESS) + pass.0.powf(SHARPNESS)).powf(1.0 / SHARPNESS) - pass.0)
+    };
+    [wait(forward, passes[0]), wait(backward, passes[1])]
 }
 
 /// Time to add a micro-batch's weight gradients to the accumulated ones.
@@ -167,15 +214,24 @@ fn gradient_accumulation_time(scenario: Scenario, parameters: u64, strategy: &St
 ///
 /// ZeRO-3 gathers a block's weights before each pass and reduce-scatters its gradients after; ZeRO-2
 /// reduce-scatters only (arXiv 1910.02054, section 7).
-fn sharded_state_time(scenario: Scenario, parameters: u64, strategy: &Strategy, passes: [Seconds; 2]) -> [Seconds; 2] {
-    let per_micro_batch = strategy.zero_stage >= ZeroStage::Gradients && strategy.data_parallel > 1;
-    if !per_micro_batch || parameters == 0 {
+fn sharded_state_time(
+    scenario: Scenario,
+    block: CostedBlock,
+    strategy: &Strategy,
+    passes: [Seconds; 2],
+) -> [Seconds; 2] {
+    let ranks = strategy.data_parallel * strategy.context_parallel;
+    if strategy.zero_stage < ZeroStage::Gradients || ranks == 1 || block.parameters == 0 {
         return [Seconds(0.0); 2];
     }
     let machine = scenario.machine;
-    let group = data_placement(strategy, machine);
     let bytes = state_bytes(machine, scenario.model.dtype);
-    let time = |kind, per_parameter| collective_time(kind, Bytes(parameters * per_parameter), group, machine);
+    let [dense, expert] = gradient_placements(strategy, machine);
+    let parts = [(block.parameters - block.expert_parameters, dense), (block.expert_parameters, expert)];
+    let time = |kind, per_parameter: u64| -> Seconds {
+        let held = parts.into_iter().filter(|(parameters, _)| *parameters > 0);
+        held.map(|(parameters, group)| collective_time(kind, Bytes(parameters * per_parameter), group, machine)).sum()
+    };
     let scatter = time(CollectiveKind::ReduceScatter, bytes.gradient);
     let gather = match strategy.zero_stage {
         ZeroStage::Parameters => time(CollectiveKind::AllGather, bytes.weight),
@@ -191,6 +247,18 @@ fn sharded_state_time(scenario: Scenario, parameters: u64, strategy: &Strategy, 
 fn exposed(communication: Seconds, covered: Seconds, machine: &Machine) -> Seconds {
     let occupied = machine.stack.overlap.occupancy.as_ref().map_or(0.0, |share| share.value);
     Seconds((communication.0 - covered.0).max(communication.0 * occupied))
+}
+
+/// Where the ranks lie that sum the gradients of parameters outside experts, and those of routed experts.
+pub fn gradient_placements(strategy: &Strategy, machine: &Machine) -> [Placement; 2] {
+    let replicas = strategy.data_parallel * strategy.context_parallel;
+    let tensor = strategy.tensor_parallel;
+    let at = |size, stride| {
+        let family = GroupFamily { axis: Axis::Data, size, stride, count: 1 };
+        place(&family, machine.fast_domain_gpus())
+    };
+    let experts = strategy.expert_parallel;
+    [at(replicas, tensor), at((replicas / experts).max(1), tensor * experts)]
 }
 
 /// Where the groups of the data axis lie.
@@ -272,7 +340,11 @@ pub fn stage_memory_of(
     stage: u64,
 ) -> StageMemory {
     let load = stage_load(blocks, strategy, content, stage);
-    stage_memory(load, strategy.zero_stage, strategy.shard_group, scenario.model.dtype, scenario.machine)
+    let shards = Shards {
+        dense: strategy.shard_group * strategy.context_parallel,
+        expert: (strategy.shard_group * strategy.context_parallel / strategy.expert_parallel).max(1),
+    };
+    stage_memory(load, strategy.zero_stage, shards, scenario.model.dtype, scenario.machine)
 }
 
 /// What a stage puts on each of its ranks.
@@ -283,7 +355,8 @@ pub fn stage_load(
     stage: u64,
 ) -> StageLoad {
     let num_stages = strategy.pipeline_parallel;
-    let in_flight = in_flight(strategy.schedule, stage, num_stages, strategy.num_micro_batches());
+    let in_flight =
+        kept_micro_batches(strategy.schedule, stage, num_stages, strategy.virtual_stages, strategy.num_micro_batches());
     let mut load = StageLoad { in_flight, ..StageLoad::default() };
     for (index, count) in content.layers.iter().enumerate().filter(|(_, count)| **count > 0) {
         let block = blocks.layers[index];
@@ -303,6 +376,7 @@ pub fn stage_load(
 
 fn add_block(load: &mut StageLoad, block: CostedBlock, count: u64, kept: Bytes, temporary: Bytes) {
     load.parameters += block.parameters * count;
+    load.expert_parameters += block.expert_parameters * count;
     load.largest_block = load.largest_block.max(block.parameters);
     load.kept += kept * count;
     load.workspace = load.workspace.max(temporary);
@@ -338,10 +412,15 @@ fn stage_tail(
     pass: StageTime,
 ) -> Tail {
     let machine = scenario.machine;
-    let parameters = stage_load(blocks, strategy, content, 0).parameters;
+    let load = stage_load(blocks, strategy, content, 0);
+    let parameters = load.parameters;
     let bytes = state_bytes(machine, scenario.model.dtype);
-    let group = data_placement(strategy, machine);
-    let time = |kind, per_parameter: u64| collective_time(kind, Bytes(parameters * per_parameter), group, machine);
+    let [dense, expert] = gradient_placements(strategy, machine);
+    let parts = [(parameters - load.expert_parameters, dense), (load.expert_parameters, expert)];
+    let time = |kind, per_parameter: u64| -> Seconds {
+        let held = parts.into_iter().filter(|(parameters, _)| *parameters > 0);
+        held.map(|(parameters, group)| collective_time(kind, Bytes(parameters * per_parameter), group, machine)).sum()
+    };
     let covered = pass.backward * machine.stack.overlap.gradient_reduction.value;
     let exposed = |reduction: Seconds| exposed(reduction, covered, machine);
     let all_reduce = machine.stack.overlap.zero_one_all_reduces;
@@ -358,7 +437,9 @@ fn stage_tail(
     let owned = match strategy.zero_stage {
         ZeroStage::None => parameters,
         ZeroStage::OptimizerState | ZeroStage::Gradients | ZeroStage::Parameters => {
-            parameters.div_ceil(strategy.shard_group)
+            let replicas = strategy.shard_group * strategy.context_parallel;
+            let experts = load.expert_parameters;
+            (parameters - experts).div_ceil(replicas) + experts.div_ceil((replicas / strategy.expert_parallel).max(1))
         }
     };
     Tail { data, optimizer: optimizer_time(scenario, owned) }
@@ -435,7 +516,10 @@ pub fn predict_step(
     let stages: Vec<StageTime> = contents.iter().enumerate().map(at).collect();
     let micro_batches = strategy.num_micro_batches();
     let edge = transfer - blocking(transfer, machine);
-    let pipeline = pipeline_time(strategy.schedule, &stages, micro_batches, edge);
+    let pipeline = match strategy.virtual_stages {
+        1 => pipeline_time(strategy.schedule, &stages, micro_batches, edge),
+        parts => interleaved_time(&stages, micro_batches, parts, edge),
+    };
     let tails =
         contents.iter().zip(&stages).map(|(content, pass)| stage_tail(scenario, strategy, blocks, content, *pass));
     let tail = tails.max_by(|a, b| a.total().0.total_cmp(&b.total().0)).unwrap_or_default();
@@ -451,7 +535,7 @@ pub fn predict_step(
     let StagePosition { first, last } = position(slowest);
     let transfers = u64::from(!first) + u64::from(!last);
     let blocked = blocking(transfer, machine) * (transfers * micro_batches) as f64;
-    let terms = BTreeMap::from([
+    let mut terms = BTreeMap::from([
         (TimeTerm::Compute, per_step(|block| block.compute)),
         (TimeTerm::Recomputation, per_step(|block| block.recomputation)),
         (TimeTerm::TensorCommunication, per_step(|block| block.tensor)),
@@ -461,6 +545,9 @@ pub fn predict_step(
         (TimeTerm::Optimizer, tail.optimizer),
         (TimeTerm::Overhead, overhead + machine.stack.overhead.step.value),
     ]);
+    if strategy.context_parallel > 1 || strategy.expert_parallel > 1 {
+        terms.insert(TimeTerm::Exchange, per_step(|block| block.exchange));
+    }
     StepPrediction { step: terms.values().copied().sum(), terms, stages }
 }
 
@@ -481,6 +568,7 @@ pub fn with_provenance(
         match term {
             TimeTerm::Compute | TimeTerm::Recomputation | TimeTerm::Bubble => compute.min(memory),
             TimeTerm::TensorCommunication => link(strategy.tensor_parallel <= domain),
+            TimeTerm::Exchange => link(stage_ranks <= domain),
             TimeTerm::PipelineCommunication => link(stage_ranks < domain),
             TimeTerm::DataCommunication => link(data_placement(strategy, machine).inside_domain()),
             TimeTerm::Optimizer => memory,

@@ -47,6 +47,24 @@ pub struct PeakRates {
     /// fp32 as frameworks run it by default (no TF32).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fp32: Option<Sourced<FlopsPerSecond>>,
+    /// fp8 with fp32 accumulation.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fp8: Option<Sourced<FlopsPerSecond>>,
+    /// 4-bit floats with block scales (NVFP4, MXFP4).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fp4: Option<Sourced<FlopsPerSecond>>,
+}
+
+/// Number format in which matrix products of layers are computed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum MatmulFormat {
+    /// The model's own format.
+    #[default]
+    Model,
+    /// Operands converted to fp8.
+    Fp8,
+    /// Operands converted to 4-bit floats with block scales.
+    Fp4,
 }
 
 /// Operators that are no matrix products, by what their time depends on.
@@ -89,9 +107,22 @@ pub struct MatmulProfile {
     pub half_depth: Sourced<f64>,
     /// Streaming multiprocessors or compute units.
     pub multiprocessors: Sourced<u64>,
+    /// Speed of products with extents off the multiples that kernels load, relative to those on them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub misaligned: Option<Misaligned>,
     /// For processors whose tiles are small against any matrix.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub edges: Option<MatmulEdges>,
+}
+
+/// Speed of products whose depth or columns are off the multiples that kernels load.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Misaligned {
+    /// Multiples of 8 elements, but not of 64.
+    pub eights: Sourced<f64>,
+    /// No multiples of 8 elements: rows do not begin at 16 bytes.
+    pub odd: Sourced<f64>,
 }
 
 /// Extents of a result at which half of the maximum is lost to packing operands and to narrow tiles.
@@ -119,6 +150,15 @@ impl DeviceProfile {
     /// The rates of a class of operators, if the profile has them.
     pub fn operator_rate(&self, class: OperatorClass) -> Option<&OperatorRate> {
         self.operators.iter().find(|rate| rate.class == class)
+    }
+
+    /// The dense peak of matrix products, if the device has one.
+    pub fn product_peak(&self, format: MatmulFormat, dtype: DType) -> Option<&Sourced<FlopsPerSecond>> {
+        match format {
+            MatmulFormat::Model => self.peak_rate(dtype),
+            MatmulFormat::Fp8 => self.peak.fp8.as_ref(),
+            MatmulFormat::Fp4 => self.peak.fp4.as_ref(),
+        }
     }
 
     /// The dense peak for a number format, if the device has one.

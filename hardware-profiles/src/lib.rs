@@ -8,6 +8,7 @@ pub mod cluster_file;
 pub mod device;
 pub mod files;
 pub mod library;
+pub mod run_names;
 pub mod sourced;
 pub mod stack;
 

@@ -68,6 +68,60 @@ pub struct Kernels {
     pub matmul_speed: Sourced<f64>,
     /// Least time between the starts of two kernels.
     pub launch_floor: Sourced<Seconds>,
+    /// Time in which the host issues a kernel, framework included; a block takes no less than its kernels' sum.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_launch: Option<Sourced<Seconds>>,
+    /// Speed of flash-attention kernels relative to the device's efficiency; 1 where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attention_speed: Option<Sourced<f64>>,
+    /// Routed experts; the products of other layers where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub experts: Option<ExpertKernels>,
+    /// Bandwidth of memory-bound kernels relative to the device's streaming bandwidth; 1 where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub streaming_speed: Option<Sourced<f64>>,
+    /// Matrix products in formats below the model's; absent where the software has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub low_precision: Option<LowPrecision>,
+}
+
+/// Matrix products with operands converted to fp8 or less.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LowPrecision {
+    /// In-situ speed of fp8 products against their peak, relative to `matmul_speed`.
+    pub speed: Sourced<f64>,
+    /// The same of 4-bit products; that of fp8 where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fp4_speed: Option<Sourced<f64>>,
+    /// Bytes moved to convert one element of an operand, transposed copy and scales included.
+    pub conversion_bytes: Sourced<f64>,
+}
+
+/// Kernels of routed experts.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ExpertKernels {
+    /// In-situ speed of grouped products relative to `matmul_speed`.
+    pub grouped_speed: Sourced<f64>,
+    /// Time of routing in one pass of a layer, whatever the number of tokens: counts, sorting, host synchronisation.
+    pub routing: Sourced<Seconds>,
+    /// Whether a token crosses the network once for each domain that holds some of its experts, instead of once for
+    /// each of them (DeepEP, deepseek-ai/DeepEP, README, "normal kernels").
+    #[serde(default)]
+    pub one_copy_per_domain: bool,
+    /// Share of the exchange of tokens that computation hides.
+    pub exchange_hidden: Sourced<f64>,
+}
+
+/// How the context axis exchanges keys and values.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ContextExchange {
+    /// Keys and values go round a ring beside the computation (arXiv 2310.01889).
+    #[default]
+    Ring,
+    /// Heads are exchanged for positions before and after attention (arXiv 2309.14509).
+    AllToAll,
 }
 
 /// Which communication hides behind computation, as a share of the computation that can cover it.
@@ -78,10 +132,16 @@ pub struct Overlap {
     pub gradient_reduction: Sourced<f64>,
     /// Share of a layer's computation that can cover ZeRO-3 gathers and scatters.
     pub parameter_gather: Sourced<f64>,
+    /// Share of the tensor axis's collectives that products beside them hide; none where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tensor: Option<Sourced<f64>>,
     /// Share of a collective's time that takes the processor from the computation beside it: none on GPUs, most of
     /// it where one core does both.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub occupancy: Option<Sourced<f64>>,
+    /// How the context axis exchanges keys and values.
+    #[serde(default)]
+    pub context: ContextExchange,
     /// Whether ZeRO-1 all_reduces gradients and then uses its part, instead of reduce_scatter.
     pub zero_one_all_reduces: bool,
     /// Whether sends between stages run beside computation.

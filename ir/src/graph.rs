@@ -211,6 +211,8 @@ pub enum DimName {
     Intermediate,
     /// Routed experts.
     Expert,
+    /// Routed experts as the router scores them, on every rank.
+    ScoredExpert,
     /// Experts chosen for a token.
     Choice,
     /// Tokens of the vocabulary.

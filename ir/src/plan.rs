@@ -169,6 +169,8 @@ pub enum TimeTerm {
     Recomputation,
     /// Collectives of the tensor axis.
     TensorCommunication,
+    /// Tokens sent to their experts and back, keys and values exchanged between parts of a sequence.
+    Exchange,
     /// Sends between stages that nothing hides.
     PipelineCommunication,
     /// Filling and draining the pipeline.
@@ -283,6 +285,7 @@ impl TimeTerm {
             TimeTerm::Compute => "compute",
             TimeTerm::Recomputation => "recomputation",
             TimeTerm::TensorCommunication => "tensor_communication",
+            TimeTerm::Exchange => "exchange",
             TimeTerm::PipelineCommunication => "pipeline_communication",
             TimeTerm::Bubble => "bubble",
             TimeTerm::DataCommunication => "data_communication",

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::graph::{Block, Dim, DimName, Extents, Operator, OperatorKind, Tensor};
 use crate::model::{LayerFeedForward, ModelSpec, layer_runs};
+use crate::strategy::Strategy;
 
 /// Multiple to which Megatron pads vocabulary rows for each tensor rank (`--make-vocab-size-divisible-by`).
 const VOCABULARY_MULTIPLE: u64 = 128;
@@ -23,6 +24,10 @@ pub struct TensorSplit {
     pub padded_rows: u64,
     /// Whether replicated activations are split along the sequence.
     pub sequence_parallel: bool,
+    /// Ranks of the context axis, which split every sequence.
+    pub context_parallel: u64,
+    /// Ranks over which routed experts are spread.
+    pub expert_parallel: u64,
 }
 
 /// Why a tensor degree cannot split a model.
@@ -83,7 +88,23 @@ pub fn tensor_split(
         true => rows,
         false => rows.next_multiple_of(VOCABULARY_MULTIPLE * tensor_parallel),
     };
-    Ok(TensorSplit { tensor_parallel, key_value_ways, padded_rows, sequence_parallel })
+    Ok(TensorSplit {
+        tensor_parallel,
+        key_value_ways,
+        padded_rows,
+        sequence_parallel,
+        context_parallel: 1,
+        expert_parallel: 1,
+    })
+}
+
+/// How a strategy's tensor, context and expert axes split a model.
+///
+/// # Errors
+/// The first dim that the tensor axis cannot split evenly.
+pub fn split_of(model: &ModelSpec, strategy: &Strategy) -> Result<TensorSplit, SplitError> {
+    let split = tensor_split(model, strategy.tensor_parallel, strategy.sequence_parallel)?;
+    Ok(TensorSplit { context_parallel: strategy.context_parallel, expert_parallel: strategy.expert_parallel, ..split })
 }
 
 impl TensorSplit {
@@ -93,6 +114,7 @@ impl TensorSplit {
             DimName::KeyValueHeads => self.key_value_ways,
             DimName::QueriesPerKeyValue => self.tensor_parallel / self.key_value_ways,
             DimName::Intermediate | DimName::Vocabulary => self.tensor_parallel,
+            DimName::Expert => self.expert_parallel,
             DimName::MicroBatch
             | DimName::Sequence
             | DimName::KeySequence
@@ -102,7 +124,7 @@ impl TensorSplit {
             | DimName::RopeDim
             | DimName::QueryRank
             | DimName::KeyValueRank
-            | DimName::Expert
+            | DimName::ScoredExpert
             | DimName::Choice
             | DimName::Position => 1,
         }
@@ -113,18 +135,22 @@ impl TensorSplit {
         tensor.shape.iter().any(|dim| self.ways(dim.name) > 1)
     }
 
-    /// A dim's extent on one rank, before any split along the sequence.
+    /// A dim's extent on one rank, before sequence parallelism; of queries the context axis's part.
     pub fn local_extent(&self, dim: Dim, extents: Extents) -> u64 {
         let whole = match dim.name {
             DimName::Vocabulary => self.padded_rows,
+            DimName::Sequence => dim.extent.value(extents).div_ceil(self.context_parallel),
             _ => dim.extent.value(extents),
         };
         whole / self.ways(dim.name)
     }
 
-    /// Elements of an activation on one rank.
+    /// Elements of an activation on one rank; of keys and values those at rest, the context axis's part.
     pub fn local_activation(&self, tensor: &Tensor, extents: Extents) -> f64 {
-        let elements: f64 = tensor.shape.iter().map(|dim| self.local_extent(*dim, extents) as f64).product();
+        let mut elements: f64 = tensor.shape.iter().map(|dim| self.local_extent(*dim, extents) as f64).product();
+        if tensor.extent(DimName::KeySequence).is_some() && tensor.extent(DimName::Sequence).is_none() {
+            elements /= self.context_parallel as f64;
+        }
         let along_sequence =
             self.sequence_parallel && !self.splits(tensor) && tensor.extent(DimName::Sequence).is_some();
         if along_sequence { elements / self.tensor_parallel as f64 } else { elements }
@@ -139,6 +165,12 @@ impl TensorSplit {
     /// Parameter elements of one repetition of a block on one rank; a tied copy counts where it is held.
     pub fn local_block_parameters(&self, block: &Block) -> u64 {
         block.parameters().map(|operator| self.local_parameter(&operator.output)).sum()
+    }
+
+    /// The part of [`TensorSplit::local_block_parameters`] that are routed experts.
+    pub fn local_expert_parameters(&self, block: &Block) -> u64 {
+        let experts = block.parameters().filter(|operator| operator.output.extent(DimName::Expert).is_some());
+        experts.map(|operator| self.local_parameter(&operator.output)).sum()
     }
 
     /// The part of [`TensorSplit::local_block_parameters`] that is a second use of the token embedding.

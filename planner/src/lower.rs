@@ -11,7 +11,7 @@ use ir::model::ModelSpec;
 use ir::plan::{BlockShards, Estimate, Executable, FORMAT_VERSION, Inputs, Plan, SearchReport, Stage, StopReason};
 use ir::program::AttentionKernel;
 use ir::provenance::Provenance;
-use ir::sharding::{TensorSplit, tensor_split};
+use ir::sharding::{self, TensorSplit};
 use ir::strategy::Strategy;
 use ir::text::content_hash;
 use ir::units::Bytes;
@@ -103,8 +103,7 @@ pub fn search_report(request: &Request, outcome: &Outcome, explanations: Vec<Str
 }
 
 fn split_of(request: &Request, strategy: &Strategy) -> TensorSplit {
-    tensor_split(&request.model, strategy.tensor_parallel, strategy.sequence_parallel)
-        .expect("the search keeps only degrees that split the model")
+    sharding::split_of(&request.model, strategy).expect("the search keeps only degrees that split the model")
 }
 
 fn inputs(request: &Request) -> Inputs {

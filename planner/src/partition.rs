@@ -13,7 +13,7 @@ use ir::model::MAX_LAYER_RUNS;
 use ir::strategy::Strategy;
 
 pub use integer_program::solve_by_integer_program;
-pub use threshold::{solve_by_threshold, solve_evenly, split_for_least_memory};
+pub use threshold::{solve_by_threshold, solve_evenly, split_evenly, split_for_least_memory};
 
 /// Layers of each run on one stage.
 pub type LayerCounts = [u64; MAX_LAYER_RUNS];

@@ -4,6 +4,7 @@ pub mod inspect;
 pub mod json;
 pub mod program;
 pub mod summary;
+pub mod validation;
 
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};

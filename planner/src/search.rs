@@ -9,12 +9,13 @@ use cost_models::step::{
 };
 use ir::graph::ModelGraph;
 use ir::model::{MAX_LAYER_RUNS, layer_runs};
-use ir::sharding::tensor_split;
+use ir::sharding::split_of;
 use ir::strategy::Strategy;
 use ir::units::{Bytes, Seconds};
 
 use crate::partition::{
-    LayerCounts, PartitionProblem, solve_by_threshold, solve_evenly, split_for_least_memory, state_problem,
+    LayerCounts, PartitionProblem, solve_by_threshold, solve_evenly, split_evenly, split_for_least_memory,
+    state_problem,
 };
 use crate::request::Request;
 use crate::space::{Pruning, Rejection, Space, enumerate};
@@ -181,6 +182,21 @@ pub fn score_layout(request: &Request, graph: &ModelGraph, strategy: &Strategy) 
     Some(score_split(scenario, &blocks, &times, strategy, &split))
 }
 
+/// Predicts a layout as people run it: with equal stages where the layers divide, else with the fastest split.
+///
+/// `None` if the tensor degree cannot split the model or no stage split exists.
+pub fn score_as_run(request: &Request, graph: &ModelGraph, strategy: &Strategy) -> Option<Scored> {
+    let scenario = scenario(request, graph);
+    let (blocks, times) = costs_of(request, scenario, strategy)?;
+    let layers = run_lengths(request);
+    let fastest = || {
+        let problem = state_problem(scenario, &blocks, &times, strategy, layers);
+        solve_by_threshold(&PartitionProblem { capacity: f64::INFINITY, ..problem })
+    };
+    let split = split_evenly(layers, strategy.pipeline_parallel).or_else(fastest)?;
+    Some(score_split(scenario, &blocks, &times, strategy, &split))
+}
+
 /// Predicts one layout with a stage split given by the caller, whether or not it fits.
 ///
 /// `None` if the tensor degree cannot split the model.
@@ -207,7 +223,7 @@ fn costs_of(
     scenario: Scenario,
     strategy: &Strategy,
 ) -> Option<(PerBlock<CostedBlock>, PerBlock<BlockTime>)> {
-    let split = tensor_split(&request.model, strategy.tensor_parallel, strategy.sequence_parallel).ok()?;
+    let split = split_of(&request.model, strategy).ok()?;
     let blocks = costed_blocks(scenario, split, strategy.micro_batch);
     Some((blocks, block_times(scenario, &blocks, strategy)))
 }

@@ -1,12 +1,12 @@
-//! What several tests share: profiles by name, example models, published rows.
+//! What several tests share: profiles by name, example models.
 
 #![allow(dead_code, reason = "each test uses a part")]
 
 pub mod plans;
-pub mod published;
 pub mod small;
 
 use cost_models::machine::Machine;
+use hardware_profiles::device::MatmulFormat;
 use hardware_profiles::{find_cluster, find_device, find_stack};
 use ir::model::{ModelSpec, read_model, workload};
 use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
@@ -17,7 +17,7 @@ pub fn machine(cluster: &str, stack: &str, node_gpus: u64) -> Machine {
     let cluster = find_cluster(cluster, "test").expect("the cluster is built in");
     let device = find_device(&cluster.device, "test").expect("the device is built in");
     let stack = find_stack(stack, "test").expect("the stack is built in");
-    Machine { device, cluster, stack, node_gpus }
+    Machine { device, cluster, stack, node_gpus, matmul_format: MatmulFormat::Model }
 }
 
 /// An example model by file name without extension.

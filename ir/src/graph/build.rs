@@ -379,7 +379,8 @@ fn experts(b: &mut BlockBuilder, model: &ModelSpec, normed: NodeIndex, sizes: [u
     let expert = fixed(DimName::Expert, sizes[0]);
     let choice = fixed(DimName::Choice, sizes[1]);
     let inner = fixed(DimName::Intermediate, sizes[2]);
-    let logits = b.project(["router", "router.weight", ""], normed, vec![hidden, expert], &[DimName::Hidden], None);
+    let scored = fixed(DimName::ScoredExpert, sizes[0]);
+    let logits = b.project(["router", "router.weight", ""], normed, vec![hidden, scored], &[DimName::Hidden], None);
     let scores = b.elementwise("router_softmax", OperatorKind::Softmax, &[logits], None);
     let weights = b.apply("top_k", OperatorKind::TopK, &[scores], vec![MICRO_BATCH, SEQUENCE, choice], None);
     let routed = vec![MICRO_BATCH, SEQUENCE, choice, hidden];

@@ -24,16 +24,17 @@ pub fn solve_by_threshold(problem: &PartitionProblem) -> Option<Vec<LayerCounts>
     }
 }
 
+/// The split with equal numbers of layers, if there is one.
+pub fn split_evenly(layers: LayerCounts, stages: u64) -> Option<Vec<LayerCounts>> {
+    let all: u64 = layers.iter().sum();
+    let each = all / stages;
+    let counts = |stage: u64| counts_between(layers, stage * each, (stage + 1) * each);
+    (each > 0 && all.is_multiple_of(stages)).then(|| (0..stages).map(counts).collect())
+}
+
 /// The split with equal numbers of layers, if there is one and it fits into memory.
 pub fn solve_evenly(problem: &PartitionProblem) -> Option<Vec<LayerCounts>> {
-    let stages = problem.stages.len() as u64;
-    let layers: u64 = problem.layers.iter().sum();
-    if !layers.is_multiple_of(stages) {
-        return None;
-    }
-    let each = layers / stages;
-    let counts = |stage: u64| counts_between(problem, stage * each, (stage + 1) * each);
-    let split: Vec<LayerCounts> = (0..stages).map(counts).collect();
+    let split = split_evenly(problem.layers, problem.stages.len() as u64)?;
     let fits = |(stage, counts): (usize, &LayerCounts)| fits(problem, stage, *counts);
     split.iter().enumerate().all(fits).then_some(split)
 }
@@ -78,7 +79,7 @@ fn fill(problem: &PartitionProblem, limit: f64) -> Option<Vec<LayerCounts>> {
     let mut end: u64 = problem.layers.iter().sum();
     for stage in (0..problem.stages.len()).rev() {
         let allowed = |start: u64| {
-            let counts = counts_between(problem, start, end);
+            let counts = counts_between(problem.layers, start, end);
             problem.time(stage, counts) <= limit * (1.0 + TOLERANCE) && fits(problem, stage, counts)
         };
         let least = stage as u64;
@@ -87,7 +88,7 @@ fn fill(problem: &PartitionProblem, limit: f64) -> Option<Vec<LayerCounts>> {
             return None;
         }
         let start = first_allowed(least, most, allowed);
-        split[stage] = counts_between(problem, start, end);
+        split[stage] = counts_between(problem.layers, start, end);
         end = start;
     }
     (end == 0).then_some(split)
@@ -111,8 +112,8 @@ fn fits(problem: &PartitionProblem, stage: usize, counts: LayerCounts) -> bool {
 }
 
 /// Layers of each run among the layers `start..end` of the model.
-fn counts_between(problem: &PartitionProblem, start: u64, end: u64) -> LayerCounts {
-    let first = problem.layers[0];
+fn counts_between(layers: LayerCounts, start: u64, end: u64) -> LayerCounts {
+    let first = layers[0];
     let leading = end.min(first) - start.min(first);
     [leading, end - start - leading]
 }

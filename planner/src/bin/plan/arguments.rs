@@ -26,6 +26,8 @@ pub enum Command {
     Inspect(InspectOptions),
     /// Verify a plan file
     Check(CheckOptions),
+    /// Predict every row of a table of measured runs
+    Validate(ValidateOptions),
     /// List the example models that are built in
     Models(ListOptions),
     /// List the built-in clusters with their devices and sources
@@ -196,6 +198,16 @@ pub struct InspectOptions {
 pub struct CheckOptions {
     /// Plan file
     pub plan: PathBuf,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Options of `plan validate`.
+#[derive(Debug, Args)]
+pub struct ValidateOptions {
+    /// Table of runs (CSV, columns as in tests/published/runs.csv)
+    pub runs: PathBuf,
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,

@@ -10,6 +10,7 @@ mod inspect;
 mod library;
 mod output;
 mod search;
+mod validate;
 
 use std::process::ExitCode;
 
@@ -31,6 +32,7 @@ fn main() -> ExitCode {
         None => search::run(&arguments.search),
         Some(Command::Inspect(options)) => inspect::run(&options),
         Some(Command::Check(options)) => check::run(&options),
+        Some(Command::Validate(options)) => validate::run(&options),
         Some(Command::Models(options)) => library::models(options.json),
         Some(Command::Clusters(options)) => library::clusters(options.json),
         Some(Command::Stacks(options)) => library::stacks(options.json),

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use cost_models::machine::Machine;
+use hardware_profiles::device::MatmulFormat;
 use hardware_profiles::files::{INPUT_LIMIT, read_text};
 use hardware_profiles::{
     ClusterFile, StackProfile, find_cluster, find_device, find_stack, read_cluster_file, read_stack,
@@ -83,7 +84,7 @@ fn read_request(options: &SearchOptions) -> Result<Request, Error> {
         model,
         origin,
         workload,
-        machine: Machine { device, cluster, stack, node_gpus },
+        machine: Machine { device, cluster, stack, node_gpus, matmul_format: MatmulFormat::Model },
         gpus: options.gpus.unwrap_or(0),
         fixed: options.fixed.choices(),
         top: options.top,

@@ -1,0 +1,107 @@
+//! Names that tables of published runs use, and the profiles that they mean.
+
+use std::sync::OnceLock;
+
+use ir::error::Problem;
+use ir::text::read_ron;
+use serde::Deserialize;
+
+/// How many near names an error lists.
+const SUGGESTIONS: usize = 3;
+
+/// The names that this version knows.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RunNames {
+    /// Accelerators.
+    pub gpus: Vec<GpuName>,
+    /// Software.
+    pub frameworks: Vec<FrameworkName>,
+    /// Names of either kind that have no profile.
+    pub unsupported: Vec<UnsupportedName>,
+}
+
+/// An accelerator's name.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GpuName {
+    /// As tables have it.
+    pub name: String,
+    /// Clusters with it; memory and network of a run decide between them, else the first is meant.
+    pub clusters: Vec<String>,
+}
+
+/// A framework's name.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FrameworkName {
+    /// As tables have it.
+    pub name: String,
+    /// Stacks by the first year from which the name means them, earliest first.
+    pub stacks: Vec<StackFrom>,
+}
+
+/// The stack that a name means from a year on.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StackFrom {
+    /// First year.
+    pub from: u64,
+    /// Name of the stack.
+    pub stack: String,
+}
+
+/// A name without a profile.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct UnsupportedName {
+    /// As tables have it.
+    pub name: String,
+    /// Why.
+    pub reason: String,
+}
+
+/// The built-in names.
+pub fn run_names() -> &'static RunNames {
+    static NAMES: OnceLock<RunNames> = OnceLock::new();
+    NAMES.get_or_init(|| {
+        let text = include_str!("../run_names.ron");
+        read_ron(text, "run_names.ron").expect("a test reads the built-in names")
+    })
+}
+
+impl RunNames {
+    /// Clusters that an accelerator's name means.
+    ///
+    /// # Errors
+    /// A problem with the nearest names, or with the reason why there is no profile.
+    pub fn clusters(&self, gpu: &str) -> Result<&[String], Problem> {
+        match self.gpus.iter().find(|known| known.name == gpu) {
+            Some(known) => Ok(&known.clusters),
+            None => Err(self.unknown("accelerator", gpu, self.gpus.iter().map(|known| &*known.name))),
+        }
+    }
+
+    /// The stack that a framework's name means in a year; without a year the latest.
+    ///
+    /// # Errors
+    /// A problem with the nearest names, or with the reason why there is no profile.
+    pub fn stack(&self, framework: &str, year: Option<u64>) -> Result<&str, Problem> {
+        let Some(known) = self.frameworks.iter().find(|known| known.name == framework) else {
+            return Err(self.unknown("framework", framework, self.frameworks.iter().map(|known| &*known.name)));
+        };
+        let begun = |stack: &&StackFrom| year.is_none_or(|year| stack.from <= year);
+        let stack = known.stacks.iter().rev().find(begun).or(known.stacks.first());
+        Ok(stack.map_or("", |stack| &stack.stack))
+    }
+
+    fn unknown<'a>(&self, kind: &str, name: &str, known: impl Iterator<Item = &'a str>) -> Problem {
+        if let Some(unsupported) = self.unsupported.iter().find(|unsupported| unsupported.name == name) {
+            return Problem::new(unsupported.reason.clone(), format!("{kind} `{name}`"), "leave the run out");
+        }
+        let mut names: Vec<&str> = known.collect();
+        names.sort_by_key(|other| strsim::damerau_levenshtein(other, name));
+        names.truncate(SUGGESTIONS);
+        Problem::new(format!("the {kind} is not known"), format!("`{name}`"), format!("nearest: {}", names.join(", ")))
+    }
+}

@@ -1,0 +1,267 @@
+//! A row's run as a model on a machine with the layouts that the row leaves possible.
+
+use cost_models::machine::Machine;
+use hardware_profiles::device::MatmulFormat;
+use hardware_profiles::run_names::run_names;
+use hardware_profiles::sourced::Sourced;
+use hardware_profiles::{ClusterProfile, find_cluster, find_device, find_stack};
+use ir::graph::{ModelGraph, build_graph};
+use ir::model::{
+    Attention, Bias, DEFAULT_NORM_EPSILON, DEFAULT_ROTARY_BASE, DType, FeedForward, ModelSpec, NormKind, Position,
+    SIZE_LIMIT, Vocabulary, Workload, check_model,
+};
+use ir::sharding::split_of;
+use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
+use ir::units::{BytesPerSecond, SequenceLength};
+
+use super::families::{Family, family_of};
+use super::table::Run;
+use crate::request::{FixedChoices, Request};
+
+/// Bytes a second of a Gbit/s.
+const GIGABIT: f64 = 0.125e9;
+/// Bytes of a GB in a device's nominal memory.
+const GIGABYTE: f64 = 1e9;
+/// Multiple to which Megatron pads vocabulary rows for each tensor rank (`--make-vocab-size-divisible-by`).
+const VOCABULARY_MULTIPLE: u64 = 128;
+/// Micro-batches that are tried where a row has none.
+const MICRO_BATCHES: [u64; 4] = [1, 2, 4, 8];
+
+/// A run that can be predicted.
+#[derive(Clone, Debug)]
+pub struct Case {
+    /// Model, machine and workload.
+    pub request: Request,
+    /// The model's graph.
+    pub graph: ModelGraph,
+    /// Layouts that the row's blank cells leave possible, those that users try first in front.
+    pub layouts: Vec<Strategy>,
+    /// Whether cells that decide time were blank.
+    pub open: bool,
+}
+
+/// Prepares a run.
+///
+/// # Errors
+/// Why the run cannot be represented.
+pub fn prepare(run: &Run) -> Result<Case, String> {
+    let machine = machine_of(run)?;
+    let model = model_of(run, machine.stack.offers.tensor_parallel)?;
+    let layouts = layouts_of(run, &machine)?;
+    check_model(&model, "row").map_err(|error| error.to_string())?;
+    for strategy in &layouts {
+        let split = split_of(&model, strategy);
+        split.map_err(|error| format!("tensor degree {} does not split it: {error:?}", strategy.tensor_parallel))?;
+    }
+    let workload = Workload {
+        sequence_length: needed(run.seq_len, "seq_len")?,
+        global_batch: needed(run.global_batch, "global_batch")?,
+    };
+    let graph = build_graph(&model);
+    let request = Request {
+        model,
+        origin: "row".to_owned(),
+        workload,
+        gpus: needed(run.gpus, "gpus")?,
+        machine,
+        fixed: FixedChoices::default(),
+        top: 1,
+        executable_only: false,
+    };
+    let open = layouts.len() > 1;
+    Ok(Case { request, graph, layouts, open })
+}
+
+fn needed(cell: Option<u64>, column: &str) -> Result<u64, String> {
+    match cell {
+        Some(number) if number <= SIZE_LIMIT => Ok(number),
+        Some(number) => Err(format!("{column} {number} is out of range")),
+        None => Err(format!("{column} is blank")),
+    }
+}
+
+fn machine_of(run: &Run) -> Result<Machine, String> {
+    let names = run_names();
+    let clusters = names.clusters(&run.gpu).map_err(|problem| problem.to_string())?;
+    let stack = names.stack(&run.framework, run.year).map_err(|problem| problem.to_string())?;
+    let find = |error: hardware_profiles::Error| error.to_string();
+    let mut nearest: Option<(f64, Machine)> = None;
+    for name in clusters {
+        let mut cluster = find_cluster(name, "run_names.ron").map_err(find)?;
+        let device = find_device(&cluster.device, "run_names.ron").map_err(find)?;
+        let memory = run.gpu_mem_gb.map_or(0.0, |gb| (gb * GIGABYTE / device.memory.value.0 as f64).ln().abs());
+        let network = run.inter_gbps_per_gpu.map_or(0.0, |gbps| {
+            let profile = cluster.inter.bandwidth_per_nic_per_direction.value.0 * cluster.nics_per_gpu();
+            (gbps * GIGABIT / profile).ln().abs()
+        });
+        if let Some(gbps) = run.inter_gbps_per_gpu {
+            state_network(&mut cluster, gbps);
+        }
+        let stack = find_stack(stack, "run_names.ron").map_err(find)?;
+        let node_gpus = run.gpus_per_node.unwrap_or(cluster.node_gpus);
+        let distance = memory + network;
+        if nearest.as_ref().is_none_or(|(least, _)| distance < *least) {
+            let mut machine = Machine { device, cluster, stack, node_gpus, matmul_format: MatmulFormat::Model };
+            machine.matmul_format = format_of(run, &machine)?;
+            if let Some(flash) = run.flash_attention {
+                machine.stack.kernels.flash_attention = flash;
+            }
+            nearest = Some((distance, machine));
+        }
+    }
+    nearest.map(|(_, machine)| machine).ok_or_else(|| "no cluster has this accelerator".to_owned())
+}
+
+/// Sets a cluster's network to the bandwidth that the row states.
+fn state_network(cluster: &mut ClusterProfile, gbps: f64) {
+    let per_card = gbps * GIGABIT / cluster.nics_per_gpu();
+    let card = &mut cluster.inter.bandwidth_per_nic_per_direction;
+    *card = Sourced { value: BytesPerSecond(per_card), source: "stated by the row".to_owned(), ..card.clone() };
+}
+
+fn format_of(run: &Run, machine: &Machine) -> Result<MatmulFormat, String> {
+    let format = match run.precision.as_deref() {
+        Some("fp8") => MatmulFormat::Fp8,
+        Some("nvfp4") => MatmulFormat::Fp4,
+        _ => MatmulFormat::Model,
+    };
+    let supported = machine.device.product_peak(format, dtype_of(run)).is_some();
+    let reason = || format!("{} has no {} products", machine.device.name, run.precision.as_deref().unwrap_or("such"));
+    supported.then_some(format).ok_or_else(reason)
+}
+
+fn dtype_of(run: &Run) -> DType {
+    match run.precision.as_deref() {
+        Some("fp32") => DType::FP32,
+        Some("fp16") => DType::FP16,
+        _ => DType::BF16,
+    }
+}
+
+fn model_of(run: &Run, tensor_parallel_stack: bool) -> Result<ModelSpec, String> {
+    let family = family_of(&run.family);
+    let gated = run.gated_mlp.unwrap_or(run.num_experts.is_some());
+    let hidden = needed(run.hidden, "hidden")?;
+    let sequence = needed(run.seq_len, "seq_len")?;
+    let num_layers = needed(run.layers, "layers")?;
+    let rows = run.vocab.unwrap_or(family.vocab);
+    let padded = tensor_parallel_stack.then(|| rows.next_multiple_of(VOCABULARY_MULTIPLE * run.tp.unwrap_or(1)));
+    let plain_bias = if gated { Bias::None } else { Bias::All };
+    let plain_position = if gated { Position::Rotary } else { Position::Learned };
+    Ok(ModelSpec {
+        name: "row".to_owned(),
+        source: "published run".to_owned(),
+        num_layers,
+        hidden_size: hidden,
+        attention: attention_of(run, family, hidden)?,
+        feed_forward: feed_forward_of(run, family, gated, [hidden, num_layers])?,
+        norm: if gated { NormKind::RmsNorm } else { NormKind::LayerNorm },
+        norm_epsilon: DEFAULT_NORM_EPSILON,
+        bias: family.bias.unwrap_or(plain_bias),
+        position: family.position.unwrap_or(plain_position),
+        rotary_base: DEFAULT_ROTARY_BASE,
+        vocabulary: Vocabulary { size: rows, padded },
+        embedding_norm: false,
+        tied_embedding: !family.untied.unwrap_or(gated),
+        max_sequence_length: SequenceLength::Tokens(sequence),
+        sequence_length: None,
+        global_batch: None,
+        dtype: dtype_of(run),
+        published_parameters: None,
+        deviations: Vec::new(),
+    })
+}
+
+fn attention_of(run: &Run, family: Family, hidden: u64) -> Result<Attention, String> {
+    let heads = needed(run.heads, "heads")?;
+    if let Some(latent) = family.latent {
+        return Ok(Attention::MultiLatent {
+            num_attention_heads: heads,
+            query_rank: latent.query_rank,
+            key_value_rank: latent.key_value_rank,
+            nope_head_dim: latent.nope,
+            rope_head_dim: latent.rope,
+            value_head_dim: latent.value,
+        });
+    }
+    let even = hidden.is_multiple_of(heads);
+    let head_dim = family.head_dim.or((!even).then_some(hidden / heads));
+    Ok(Attention::MultiHead { num_attention_heads: heads, num_key_value_heads: run.kv_heads, head_dim })
+}
+
+fn feed_forward_of(run: &Run, family: Family, gated: bool, [hidden, layers]: [u64; 2]) -> Result<FeedForward, String> {
+    let intermediate_size = run.ffn_hidden.unwrap_or(4 * hidden);
+    let Some(num_experts) = run.num_experts else {
+        return Ok(match gated {
+            true => FeedForward::SwiGlu { intermediate_size },
+            false => FeedForward::Gelu { intermediate_size },
+        });
+    };
+    let first_dense_layers = family.dense_of(layers);
+    Ok(FeedForward::MixtureOfExperts {
+        num_experts,
+        experts_per_token: needed(run.top_k, "top_k")?,
+        intermediate_size,
+        num_shared_experts: family.shared_experts,
+        first_dense_layers,
+        dense_intermediate_size: (first_dense_layers > 0).then_some(family.dense_width),
+    })
+}
+
+/// The layouts that a row leaves possible: its own, with each setting of what it does not state.
+///
+/// Unstated recomputation is the least that fits, an unstated micro-batch any that divides the batch.
+fn layouts_of(run: &Run, machine: &Machine) -> Result<Vec<Strategy>, String> {
+    let gpus = needed(run.gpus, "gpus")?;
+    let [tensor, pipeline, data] = [needed(run.tp, "tp")?, needed(run.pp, "pp")?, needed(run.dp, "dp")?];
+    let context = run.cp.unwrap_or(1);
+    let product = [tensor, pipeline, data, context].into_iter().try_fold(1, u64::checked_mul);
+    if product != Some(gpus) {
+        return Err(format!("tp {tensor} x pp {pipeline} x dp {data} x cp {context} is not {gpus} GPUs"));
+    }
+    let expert = run.ep.unwrap_or(1);
+    if !(data * context).is_multiple_of(expert) {
+        return Err(format!("ep {expert} does not divide dp x cp {}", data * context));
+    }
+    let batch = needed(run.global_batch, "global_batch")?;
+    if !batch.is_multiple_of(data) {
+        return Err(format!("a batch of {batch} is not whole sequences on {data} replicas"));
+    }
+    let micro_batches = match run.micro_batch {
+        Some(size) => vec![size],
+        None => MICRO_BATCHES.into_iter().filter(|size| batch.is_multiple_of(size * data)).collect(),
+    };
+    if let Some(size) = run.micro_batch.filter(|size| !batch.is_multiple_of(size.saturating_mul(data))) {
+        return Err(format!("a batch of {batch} is not whole micro-batches of {size} on {data} replicas"));
+    }
+    let stated = run.recompute.as_deref();
+    let offered = |recompute: &Recompute| match stated {
+        Some(word) => recompute.name() == word,
+        None => machine.stack.offers.recompute.contains(recompute),
+    };
+    let zero = run.zero_stage.unwrap_or(0);
+    let zero_stage = ZeroStage::ALL.into_iter().find(|stage| u64::from(u8::from(*stage)) == zero);
+    let mut layouts = Vec::new();
+    for micro_batch in micro_batches {
+        for recompute in Recompute::ALL.into_iter().filter(offered) {
+            layouts.push(Strategy {
+                tensor_parallel: tensor,
+                pipeline_parallel: pipeline,
+                data_parallel: data,
+                context_parallel: context,
+                expert_parallel: expert,
+                zero_stage: zero_stage.unwrap_or(ZeroStage::None),
+                shard_group: data,
+                micro_batch,
+                global_batch: batch,
+                virtual_stages: run.vpp.unwrap_or(1),
+                schedule: ScheduleKind::OneForwardOneBackward,
+                recompute,
+                sequence_parallel: run.sequence_parallel.unwrap_or(false) && tensor > 1,
+                offload_optimizer: false,
+                layers_per_stage: Vec::new(),
+            });
+        }
+    }
+    if layouts.is_empty() { Err("no setting of its blank cells is possible".to_owned()) } else { Ok(layouts) }
+}
