@@ -57,6 +57,16 @@ fn packages_enter_only_the_crates_that_need_them() {
 }
 
 #[test]
+fn burn_is_named_whole_and_not_by_its_parts() {
+    assert!(dependencies(&manifest("runtime")).contains("burn"), "runtime's tensors are burn's");
+    for name in CRATES {
+        let parts: Vec<String> =
+            dependencies(&manifest(name)).into_iter().filter(|other| other.starts_with("burn-")).collect();
+        assert!(parts.is_empty(), "{name} names {parts:?} beside burn, whose version could differ");
+    }
+}
+
+#[test]
 fn every_test_file_is_attached() {
     let manifests: String = CRATES.iter().map(|name| manifest(name)).collect();
     for entry in fs::read_dir(root().join("tests")).expect("the folder exists") {

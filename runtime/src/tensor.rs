@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use ir::graph::DimName;
 
-pub use burn_backend::bf16;
+pub use burn::tensor::bf16;
 pub use memory::Memory;
 pub(crate) use values::rounded;
 pub use values::{Values, ValuesMut};

@@ -7,8 +7,8 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use burn_backend::{Bytes, DType, Shape};
-use burn_flex::{FlexTensor, Layout};
+use burn::backend::flex::{FlexTensor, Layout};
+use burn::tensor::{Bytes, DType, Shape};
 
 use super::{Format, Values, ValuesMut, bf16};
 
