@@ -13,7 +13,7 @@ use ir::plan::Plan;
 use ir::reference::{AdamState, AdamW, Batch, Parameters, adamw_step, logits, loss_and_gradients};
 use ir::strategy::{Recompute, ScheduleKind, ZeroStage};
 use planner::request::FixedChoices;
-use ranks::{Run, execute, joined};
+use ranks::{RankRun, Run, execute, joined};
 use runtime::executor::StepOptions;
 use runtime::weights::{Checkpoint, DimRange};
 use safetensors::SafeTensors;
@@ -229,6 +229,9 @@ fn ranks_compute_what_pytorch_computes() {
             };
             let ranks = execute(&plan, &run);
             let label = format!("{name} on {} ranks", ranks.len());
+            let logits = joined_logits(&ranks, expected.logits.len(), model.vocabulary.rows() as usize);
+            let logits = largest_difference(&logits, &expected.logits);
+            assert!(logits <= LOGIT_TOLERANCE, "{label}: logits differ by {logits:e}");
             for step in 0..expected.batches.len() {
                 let loss = ranks[0].losses[step] / expected.losses[step] - 1.0;
                 assert!(loss.abs() <= LOSS_TOLERANCE, "{label}: loss of step {step} differs by {loss:e}");
@@ -245,9 +248,21 @@ fn ranks_compute_what_pytorch_computes() {
                 assert!(element <= 2.0 * run.optimizer.learning_rate, "{label}: {key} is off by {element:e}");
                 worst = worst.max(part);
             }
-            println!("{label}: gradients {worst_gradient:.1e}, parameters {worst:.1e}");
+            println!("{label}: logits {logits:.1e}, gradients {worst_gradient:.1e}, parameters {worst:.1e}");
         }
     }
+}
+
+/// The logits of all ranks in one array, infinite where nobody has them; the model has `rows` ids.
+fn joined_logits(ranks: &[RankRun], size: usize, rows: usize) -> Vec<f64> {
+    let mut whole = vec![f64::INFINITY; size];
+    for (token, start, numbers) in ranks.iter().flat_map(|rank| &rank.logits) {
+        // Rows that padding added follow the model's.
+        for (row, number) in (*start..rows).zip(numbers) {
+            whole[token * rows + row] = f64::from(*number);
+        }
+    }
+    whole
 }
 
 /// The largest difference of a gradient in units of the tensor's largest.

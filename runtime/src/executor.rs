@@ -8,6 +8,7 @@ mod clock;
 mod exchange;
 mod gradient;
 mod links;
+mod logits;
 mod parameters;
 mod pass;
 mod steps;
@@ -37,6 +38,7 @@ use pass::Frame;
 use steps::{RankBody, resolve};
 
 pub use clock::{Account, Phase, Times, Work};
+pub use logits::Logits;
 pub use parameters::{Fill, Held};
 pub use update::{StepOptions, Updated};
 pub use work::{ProductShape, StepWork};
@@ -159,32 +161,39 @@ impl<'a> Executor<'a> {
     }
 
     fn run(&mut self, schedule: &[StageInstruction], input: &MicroBatches, kept: Kept) -> Result<(), Error> {
+        self.start(schedule, input).into_iter().try_for_each(|pass| self.run_pass(pass, input, kept))
+    }
+
+    /// Prepares a batch; gives the passes of a schedule.
+    fn start(&mut self, schedule: &[StageInstruction], input: &MicroBatches) -> Vec<Pass> {
         self.loss = 0.0;
         self.seed = 1.0 / self.tokens_of(input) as f64;
         let passes = unroll(schedule, input.tokens.len() as u64, MOST_PASSES).expect("the verifier unrolls schedules");
         self.clock.charge(Account::Step);
-        for pass in passes {
-            self.world.report(format_args!("{pass:?}"));
-            match pass {
-                Pass::Receive(direction, batch) => self.receive(direction, batch)?,
-                Pass::Send(direction, batch) => self.send(direction, batch)?,
-                Pass::Forward(body, layer, batch) => {
-                    let frame = self.forward(body, layer, batch, input)?;
-                    if kept == Kept::UntilBackward {
-                        self.frames.insert((body, layer, batch), frame);
-                    }
-                }
-                Pass::Backward(body, layer, batch) => self.backward(body, layer, batch, input)?,
-                Pass::StartReduction(body, layer, parameters, conversion) => {
-                    self.start_reduction(body, layer, parameters, conversion);
+        passes
+    }
+
+    fn run_pass(&mut self, pass: Pass, input: &MicroBatches, kept: Kept) -> Result<(), Error> {
+        self.world.report(format_args!("{pass:?}"));
+        match pass {
+            Pass::Receive(direction, batch) => self.receive(direction, batch)?,
+            Pass::Send(direction, batch) => self.send(direction, batch)?,
+            Pass::Forward(body, layer, batch) => {
+                let frame = self.forward(body, layer, batch, input)?;
+                if kept == Kept::UntilBackward {
+                    self.frames.insert((body, layer, batch), frame);
                 }
             }
-            self.clock.charge(match pass {
-                Pass::Receive(..) | Pass::Send(..) => Account::Pipeline,
-                Pass::Forward(..) | Pass::Backward(..) => Account::MicroBatch,
-                Pass::StartReduction(..) => Account::Data,
-            });
+            Pass::Backward(body, layer, batch) => self.backward(body, layer, batch, input)?,
+            Pass::StartReduction(body, layer, parameters, conversion) => {
+                self.start_reduction(body, layer, parameters, conversion);
+            }
         }
+        self.clock.charge(match pass {
+            Pass::Receive(..) | Pass::Send(..) => Account::Pipeline,
+            Pass::Forward(..) | Pass::Backward(..) => Account::MicroBatch,
+            Pass::StartReduction(..) => Account::Data,
+        });
         Ok(())
     }
 

@@ -32,10 +32,13 @@ pub struct RankRun {
     pub weights: Parts,
     /// What was sent.
     pub traffic: Vec<Traffic>,
-    /// Most bytes of tensors.
+    /// Most bytes of tensors in a step.
     pub peak: u64,
     /// Loss of an evaluation before the first step.
     pub evaluation: f64,
+    /// Logits of the first batch before the first step, on ranks of the last stage: token, first row of the
+    /// vocabulary, numbers.
+    pub logits: Vec<(usize, usize, Vec<f32>)>,
 }
 
 /// What is run: weights by name, a batch for each step, the optimizer.
@@ -89,6 +92,9 @@ fn run_rank(plan: &Plan, run: &Run, world: &World) -> RankRun {
     })
     .expect("the parameters are there");
     let evaluation = executor.evaluate(&of_replica(plan, &executor, &run.batches[0])).expect("the evaluation runs");
+    let logits = first_logits(plan, &mut executor, &run.batches[0]);
+    // Logits of a whole batch are more than a step ever holds.
+    executor.memory.reset_peak();
     let before = world.traffic();
     let (mut losses, mut norms, mut gradients) = (Vec::new(), Vec::new(), Parts::new());
     for (number, batch) in run.batches.iter().enumerate() {
@@ -106,7 +112,21 @@ fn run_rank(plan: &Plan, run: &Run, world: &World) -> RankRun {
         (held.weight.clone(), if held.weight.len() == all.len() { all } else { held.owned.clone() })
     });
     let traffic = since(&before, world.traffic());
-    RankRun { losses, norms, gradients, weights, traffic, peak: executor.memory.peak_bytes(), evaluation }
+    RankRun { losses, norms, gradients, weights, traffic, peak: executor.memory.peak_bytes(), evaluation, logits }
+}
+
+fn first_logits(plan: &Plan, executor: &mut Executor, batch: &Batch) -> Vec<(usize, usize, Vec<f32>)> {
+    let (replicas, replica) = (plan.strategy.data_parallel as usize, executor.place.place.data.index as usize);
+    let tokens = (plan.strategy.micro_batch * plan.workload.sequence_length) as usize;
+    let input = of_replica(plan, executor, batch);
+    let parts = executor.logits(&input).expect("the forward passes run").into_iter().enumerate();
+    let rows = parts.flat_map(|(number, part)| {
+        let numbers = part.values.to_numbers();
+        let rows: Vec<Vec<f32>> = numbers.chunks(numbers.len() / tokens).map(<[f32]>::to_vec).collect();
+        let token = (number * replicas + replica) * tokens;
+        rows.into_iter().zip(token..).map(move |(row, token)| (token, part.vocabulary_start, row))
+    });
+    rows.collect()
 }
 
 /// Elements of a rank's parameters: of each the tensor, and which elements of the region are wanted of it.

@@ -27,7 +27,7 @@ impl Frame {
         Frame { values: (0..values).map(|_| None).collect(), started: Vec::new() }
     }
 
-    fn take(&mut self, value: usize) -> Tensor {
+    pub(super) fn take(&mut self, value: usize) -> Tensor {
         self.values[value].take().expect("the verifier follows lives")
     }
 
@@ -54,11 +54,7 @@ impl Executor<'_> {
     /// Runs a body forward for a layer and a micro-batch; gives what it keeps for backward.
     pub(super) fn forward(&mut self, body: u32, layer: u64, batch: u64, input: &MicroBatches) -> Result<Frame, Error> {
         let code = Arc::clone(&self.bodies[body as usize]);
-        let mut frame = Frame::new(code.values.len());
-        if let Some(value) = code.input {
-            frame.values[value] = Some(self.take_stream(Direction::Activation, batch));
-        }
-        self.clock.charge(Account::MicroBatch);
+        let mut frame = self.enter(&code, batch);
         self.execute(&code, &code.forward, (body, layer, batch), &mut frame, input)?;
         let output = match code.keeps_output {
             true => frame.values[code.output].clone().expect("a body gives its output"),
@@ -69,6 +65,16 @@ impl Executor<'_> {
             None => self.loss += f64::from(output.singles()[0]),
         }
         Ok(frame)
+    }
+
+    /// The values with which a body's forward pass starts.
+    pub(super) fn enter(&mut self, code: &RankBody, batch: u64) -> Frame {
+        let mut frame = Frame::new(code.values.len());
+        if let Some(value) = code.input {
+            frame.values[value] = Some(self.take_stream(Direction::Activation, batch));
+        }
+        self.clock.charge(Account::MicroBatch);
+        frame
     }
 
     /// Runs a body backward for a layer and a micro-batch.
@@ -91,7 +97,7 @@ impl Executor<'_> {
         self.streams.remove(&(direction, batch)).expect("the verifier follows streams")
     }
 
-    fn execute(
+    pub(super) fn execute(
         &mut self,
         code: &RankBody,
         steps: &[Charged],
