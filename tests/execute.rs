@@ -269,12 +269,14 @@ fn the_batch_of_a_ramp_up_grows() {
     assert!(losses[0].iter().zip(&losses[1]).all(equal), "{losses:?}");
 }
 
-/// The loss that an evaluation prints.
+/// The loss that an evaluation reports: on stdout, where it is all that is said.
 fn evaluate(folder: &Path, arguments: &str) -> f64 {
-    let text = succeed(folder, &format!("{arguments} --synthetic --evaluate --steps 2"));
-    let line = text.lines().find(|line| line.contains("over 2 batches")).expect("the evaluation says its loss");
-    let number = line.split("loss ").nth(1).and_then(|rest| rest.split(' ').next()).expect("a number follows");
-    number.parse().expect("a number")
+    let output = run(folder, &format!("{arguments} --synthetic --evaluate --steps 2"));
+    let [report, progress] = [output.stdout, output.stderr].map(|text| String::from_utf8(text).expect("UTF-8"));
+    assert_eq!((output.status.code(), progress.as_str()), (Some(0), ""), "{arguments}: {report}");
+    let line = report.strip_prefix("[rank 0] ").unwrap_or(&report);
+    let number = line.strip_prefix("loss ").and_then(|rest| rest.strip_suffix(" over 2 batches\n"));
+    number.unwrap_or_else(|| panic!("{arguments}: {report}")).parse().expect("a number")
 }
 
 #[test]

@@ -158,8 +158,7 @@ impl<'a> Run<'a> {
     fn run(&mut self, hosts: u64) -> Result<String, Error> {
         if self.request.evaluate {
             let loss = self.evaluate(&self.prepared.sources.training, self.request.steps)?;
-            self.say(&format!("loss {loss:.6} over {} batches", self.request.steps));
-            return Ok(String::new());
+            return Ok(format!("loss {loss:.6} over {} batches\n", self.request.steps));
         }
         self.say(&opening_line(&self.plan.estimate, self.world.size()));
         while self.progress.steps < self.request.steps {
