@@ -149,7 +149,7 @@ fn ranks_that_cannot_share_memory_use_tcp() {
     let connect = |rank: u64| {
         let transport = if rank == 1 { Transport::Tcp } else { Transport::Automatic };
         let options = Options { timeout: Duration::from_secs(20), transport };
-        let world = World::connect(&launch(rank, 3, port), "a", options).expect("all ranks come");
+        let world = World::connect(&launch(rank, 3, port), &[], options).expect("all ranks come");
         let mut data = vec![rank as f32; 100_000];
         world.group(&[Rank(2), Rank(0), Rank(1)]).all_reduce(Reduction::Sum, &mut data).expect("all ranks come");
         world.finish().expect("all ranks finish");
@@ -341,17 +341,18 @@ fn an_abort_a_panic_and_a_timeout_end_all_waits() {
 
 #[test]
 fn ranks_of_different_runs_are_refused_on_all_ranks() {
-    // World sizes and plan hashes of ranks 0, 1, 2, and what all of them say.
+    // World sizes and plans of ranks 0, 1, 2, and what all of them say.
     let rows = [
-        ([3, 3, 3], ["a", "a", "b"], "rank 0 has plan hash a, rank 2 has b"),
+        ([3, 3, 3], ["a", "a", "b"], "rank 0 has plan a, rank 2 has b"),
         ([2, 3, 3], ["a", "a", "a"], "rank 0 has world size 2, rank 1 has 3"),
         ([3, 3, 2], ["a", "a", "a"], "rank 0 has world size 3, rank 2 has 2"),
     ];
-    for (sizes, hashes, expected) in rows {
+    for (sizes, plans, expected) in rows {
         let port = reserve_port().expect("a port is free").port;
         let connect = |rank: u64| {
             let launch = launch(rank, sizes[rank as usize], port);
-            World::connect(&launch, hashes[rank as usize], Options::default()).map(drop).expect_err("they differ")
+            let terms = [("plan", plans[rank as usize].to_owned())];
+            World::connect(&launch, &terms, Options::default()).map(drop).expect_err("they differ")
         };
         for error in start_each([0, 1, 2], connect) {
             let Error::BadInput(problems) = &error else { panic!("{error}") };
@@ -365,7 +366,7 @@ fn a_rank_that_never_comes_is_named() {
     let port = reserve_port().expect("a port is free").port;
     let options = Options { timeout: Duration::from_secs(1), ..Options::default() };
     let connect = |rank| {
-        World::connect(&launch(rank, 3, port), "a", options).map(drop).expect_err("rank 1 is missing").to_string()
+        World::connect(&launch(rank, 3, port), &[], options).map(drop).expect_err("rank 1 is missing").to_string()
     };
     for error in start_each([0, 2], connect) {
         assert!(error.contains("rank 1 never came"), "{error}");

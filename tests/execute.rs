@@ -7,7 +7,7 @@ mod support;
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 
 use ir::graph::count_parameters;
 use ir::model::{Attention, DType, Deviation, FeedForward, ModelSpec, Vocabulary, read_model};
@@ -160,28 +160,64 @@ fn ranks_of_a_launcher_that_do_not_fit_the_plan() {
     }
 }
 
-#[test]
-fn ranks_that_were_started_with_different_requests() {
-    let folder = folder_of_mistakes();
+/// What two ranks say that were started in folders with options; both must end with 2.
+fn said_by_both(plan: &Path, ranks: [(&Path, &str); 2]) -> String {
     let port = runtime::launch::local::reserve_port().expect("a port is free");
-    let ranks = ["--seed 1", "--seed 2"].into_iter().zip(0..).map(|(seed, rank)| {
-        let mut command = command(folder.path(), &format!("two.ron --synthetic {seed}"));
+    let ranks = ranks.into_iter().zip(0..).map(|((folder, options), rank)| {
+        let mut command = command(folder, &format!("{} {options}", plan.display()));
         command.env("RANK", rank.to_string()).env("WORLD_SIZE", "2").env("LOCAL_WORLD_SIZE", "2");
         command.env("LOCAL_RANK", rank.to_string()).env("MASTER_ADDR", "127.0.0.1");
         command.env("MASTER_PORT", port.port.to_string()).stderr(Stdio::piped()).spawn().expect("the program starts")
     });
     let ranks: Vec<_> = ranks.collect();
-    let texts: Vec<String> = ranks
-        .into_iter()
-        .map(|rank| {
-            let output = rank.wait_with_output().expect("a process of this test");
-            let text = String::from_utf8(output.stderr).expect("messages are UTF-8");
-            assert_eq!(output.status.code(), Some(2), "{text}");
-            assert!(text.contains("rank 0 has plan hash ") && text.contains(", rank 1 has "), "{text}");
-            text
-        })
-        .collect();
+    let end = |rank: Child| {
+        let output = rank.wait_with_output().expect("a process of this test");
+        let text = String::from_utf8(output.stderr).expect("messages are UTF-8");
+        assert_eq!(output.status.code(), Some(2), "{text}");
+        text
+    };
+    let texts: Vec<String> = ranks.into_iter().map(end).collect();
     assert_eq!(texts[0], texts[1]);
+    texts[0].clone()
+}
+
+#[test]
+fn ranks_that_were_started_with_different_requests() {
+    let folder = folder_of_mistakes();
+    let path = folder.path();
+    let other = path.join("other");
+    fs::create_dir(&other).expect("writable");
+    write_corpus(&other.join("sound"), 17);
+    write_corpus(&path.join("alike"), 18);
+    fs::write(path.join("slow.train"), "(optimizer: (learning_rate: 1e-5))").expect("writable");
+    let weights = |name: &str| {
+        let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/gpt2");
+        std::os::unix::fs::symlink(fixture, path.join(name)).expect("writable");
+        format!("--synthetic --weights {name}")
+    };
+    let text = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/gpt2.ron"));
+    let gpt2 = read_model(&text.expect("the fixture exists"), "gpt2").expect("the fixture is sound");
+    write(path, "gpt2.ron", &plan(&gpt2, 16, 8, degrees(1, 1, 2)));
+    let (one, two) = (weights("one"), weights("two"));
+    // Plan, options of ranks 0 and 1, and what both say.
+    let rows = [
+        ("two.ron", "--synthetic --seed 1", "--synthetic --seed 2", "seed 1, rank 1 has 2"),
+        ("two.ron", "--synthetic --steps 3", "--synthetic --steps 4", "steps 3, rank 1 has 4"),
+        ("two.ron", "--synthetic", "--synthetic --evaluate", "--evaluate off, rank 1 has on"),
+        ("two.ron", "--synthetic --export x", "--synthetic", "--export x, rank 1 has none"),
+        ("two.ron", "--synthetic --profile x", "--synthetic", "--profile x, rank 1 has none"),
+        ("two.ron", "--data sound", "--synthetic", "data sound with index "),
+        ("two.ron", "--data sound", "--data alike", ", rank 1 has alike with index "),
+        ("two.ron", "--synthetic", "--synthetic --train slow.train", "training settings "),
+        ("gpt2.ron", &one, &two, "--weights one, rank 1 has two"),
+    ];
+    for (plan, first, second, expected) in rows {
+        let text = said_by_both(&path.join(plan), [(path, first), (path, second)]);
+        assert!(text.contains("error: rank 0 has ") && text.contains(expected), "{first}, {second}: {text}");
+        assert_eq!(text.matches("error: ").count(), 1, "{first}, {second}: {text}");
+    }
+    let text = said_by_both(&path.join("two.ron"), [(path, "--data sound"), (&other, "--data sound")]);
+    assert_eq!(text.matches("sound with index ").count(), 2, "corpora of one name: {text}");
 }
 
 #[test]

@@ -34,7 +34,7 @@ fn rank() {
         Ok("mpi") => Transport::Mpi,
         _ => Transport::Automatic,
     };
-    let world = World::connect(&launch, "lost ranks", Options { timeout: TIMEOUT, transport }).expect("all ranks come");
+    let world = World::connect(&launch, &[], Options { timeout: TIMEOUT, transport }).expect("all ranks come");
     if let Err(error) = run_steps(&world).and_then(|()| world.finish()) {
         eprintln!("{error}");
         std::process::exit(error.exit_code().into());

@@ -20,7 +20,7 @@ fn rank() {
     }
     let launch = read_launch(|name| std::env::var(name).ok()).expect("SLURM's variables agree").expect("a rank");
     assert_eq!((launch.local_rank, launch.local_size, launch.node), (launch.rank.0, RANKS, Some(0)));
-    let world = World::connect(&launch, "slurm", Options::default()).expect("all ranks come");
+    let world = World::connect(&launch, &[], Options::default()).expect("all ranks come");
     let mut data = [launch.rank.0 as f32; 100];
     let all = world.group(&(0..RANKS).map(Rank).collect::<Vec<_>>());
     all.all_reduce(Reduction::Sum, &mut data).expect("all ranks come");

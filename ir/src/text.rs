@@ -49,7 +49,12 @@ pub fn write_ron<T: Serialize>(value: &T, depth: usize) -> String {
 
 /// SHA-256 of a value's canonical text, as 16 hexadecimal digits: equal values, equal hash.
 pub fn content_hash<T: Serialize>(value: &T) -> String {
-    let digest = Sha256::digest(write_ron(value, 0).as_bytes());
+    byte_hash(write_ron(value, 0).as_bytes())
+}
+
+/// SHA-256 of bytes, as 16 hexadecimal digits.
+pub fn byte_hash(bytes: &[u8]) -> String {
+    let digest = Sha256::digest(bytes);
     digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect()
 }
 

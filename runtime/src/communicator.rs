@@ -113,11 +113,11 @@ pub struct Traffic {
 
 impl World {
     /// Meets all ranks of the run. They must have been started with the same number of ranks, program version and
-    /// `plan_hash`.
+    /// `terms`: names and values of what they are to run.
     ///
     /// # Errors
     /// `BadInput` on every rank if they were not; `Lost` if one does not come before the timeout.
-    pub fn connect(launch: &Launch, plan_hash: &str, options: Options) -> Result<World, Error> {
+    pub fn connect(launch: &Launch, terms: &[(&str, String)], options: Options) -> Result<World, Error> {
         let deadline = Instant::now() + options.timeout;
         let rank = launch.rank.0;
         #[cfg(feature = "mpi")]
@@ -129,7 +129,7 @@ impl World {
         let (listener, port) = listener
             .and_then(|listener| listener.local_addr().map(|address| (listener, address.port())))
             .map_err(|error| topology::unable(rank, &error))?;
-        let (mut meeting, greetings) = rendezvous::meet(launch, Greeting::new(launch, plan_hash, port), deadline)?;
+        let (mut meeting, greetings) = rendezvous::meet(launch, Greeting::new(launch, terms, port), deadline)?;
         let topology = Topology::survey(rank, &mut meeting, &greetings, options.transport, listener, deadline)?;
         #[cfg(feature = "mpi")]
         let (universe, shared) = message_passing.unzip();

@@ -1,5 +1,7 @@
 //! A run of a plan on one rank: weights, data, steps, log.
 
+mod terms;
+
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -10,7 +12,6 @@ use ir::graph::DimName;
 use ir::mesh::Rank;
 use ir::plan::Plan;
 use ir::program::{Parameter, Program};
-use ir::text::content_hash;
 
 use crate::Error;
 use crate::communicator::{Group, Options, Reduction, World};
@@ -26,6 +27,8 @@ use crate::train::{
     Progress, TrainConfig, check_against, has_weight_decay, learning_rate, micro_batches_at, read_train,
 };
 use crate::weights::{Checkpoint, DimRange};
+
+use terms::terms;
 
 /// What to run.
 #[derive(Clone, Debug)]
@@ -106,8 +109,7 @@ pub fn prepare_run(plan: &Plan, request: &Request) -> Result<Prepared, Error> {
 /// Exit code 2 for ranks that were not started alike, 4 for a lost rank, 5 for numbers that are none.
 pub fn run_rank(plan: &Plan, request: &Request, prepared: &Prepared, launch: &Launch) -> Result<String, Error> {
     let options = Options { timeout: request.timeout, ..Options::default() };
-    let hash = content_hash(&(plan, &prepared.config, request.steps, request.evaluate));
-    let world = World::connect(launch, &hash, options)?;
+    let world = World::connect(launch, &terms(plan, request, prepared), options)?;
     let hosts = launch.world_size.div_ceil(launch.local_size);
     let ended = Run::new(plan, request, prepared, &world).and_then(|mut run| run.run(hosts));
     match ended {

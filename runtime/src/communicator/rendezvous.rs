@@ -36,8 +36,8 @@ pub struct Greeting {
     pub rank: u64,
     /// How many ranks it expects.
     pub world_size: u64,
-    /// Which plan it runs.
-    pub plan_hash: String,
+    /// What it runs: names and values.
+    pub terms: Vec<(String, String)>,
     /// Its host; ranks with equal texts may share memory.
     pub node: String,
     /// Its process.
@@ -65,13 +65,13 @@ enum Reply {
 
 impl Greeting {
     /// The greeting of this process.
-    pub fn new(launch: &Launch, plan_hash: &str, port: u16) -> Greeting {
+    pub fn new(launch: &Launch, terms: &[(&str, String)], port: u16) -> Greeting {
         Greeting {
             greeting: GREETING.to_owned(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             rank: launch.rank.0,
             world_size: launch.world_size,
-            plan_hash: plan_hash.to_owned(),
+            terms: terms.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect(),
             node: node_name(launch),
             process: std::process::id(),
             port,
@@ -231,16 +231,12 @@ fn disagreements(greetings: &[Greeting]) -> Vec<Problem> {
     let Some((first, others)) = greetings.split_first() else { return problems };
     let mut seen = BTreeSet::from([first.rank]);
     for other in others {
-        let values = [
-            ("world size", first.world_size.to_string(), other.world_size.to_string()),
-            ("plan hash", first.plan_hash.clone(), other.plan_hash.clone()),
-            ("version", first.version.clone(), other.version.clone()),
-        ];
-        for (what, of_first, of_other) in values.into_iter().filter(|(_, a, b)| a != b) {
+        let [of_first, of_other] = [first, other].map(values_of);
+        for ((what, of_first), (_, of_other)) in of_first.into_iter().zip(of_other).filter(|(a, b)| a != b) {
             problems.push(Problem::new(
                 format!("rank {} has {what} {of_first}, rank {} has {of_other}", first.rank, other.rank),
                 "start of the ranks",
-                "start all ranks with the same plan file, program and number of ranks",
+                "start all ranks with the same program, number of ranks, plan file and options",
             ));
         }
         if !seen.insert(other.rank) {
@@ -252,6 +248,12 @@ fn disagreements(greetings: &[Greeting]) -> Vec<Problem> {
         }
     }
     problems
+}
+
+/// What all ranks must say alike.
+fn values_of(greeting: &Greeting) -> Vec<(String, String)> {
+    let own = [("version", greeting.version.clone()), ("world size", greeting.world_size.to_string())];
+    own.map(|(name, value)| (name.to_owned(), value)).into_iter().chain(greeting.terms.iter().cloned()).collect()
 }
 
 /// Connects to rank 0, which may start later; none after the deadline.

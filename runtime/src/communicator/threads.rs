@@ -25,7 +25,7 @@ pub fn run_ranks<R: Send>(
     let run = &run;
     Ok(thread::scope(|scope| {
         let launches = (0..world_size).map(|rank| launch(rank, world_size, nodes, reserved.port));
-        let start = |launch: Launch| scope.spawn(move || run(World::connect(&launch, "threads", options)));
+        let start = |launch: Launch| scope.spawn(move || run(World::connect(&launch, &[], options)));
         let threads: Vec<_> = launches.map(start).collect();
         threads.into_iter().map(thread::ScopedJoinHandle::join).collect()
     }))

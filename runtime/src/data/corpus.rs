@@ -4,6 +4,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use ir::error::Problem;
+use ir::text::byte_hash;
 use memmap2::{Advice, Mmap};
 
 use super::index::Index;
@@ -49,6 +50,11 @@ impl Corpus {
     /// The file that holds the tokens.
     pub fn origin(&self) -> &Path {
         &self.bin_path
+    }
+
+    /// SHA-256 of the index file, as 16 hexadecimal digits: which sequences and documents there are.
+    pub fn index_hash(&self) -> String {
+        byte_hash(self.index.bytes())
     }
 
     /// All tokens.

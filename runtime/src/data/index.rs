@@ -136,6 +136,11 @@ impl Index {
         Ok(index)
     }
 
+    /// The whole file.
+    pub fn bytes(&self) -> &[u8] {
+        &self.map
+    }
+
     /// First sequence of document `document`; for the number of documents, the number of sequences.
     fn border(&self, document: u64) -> u64 {
         u64_at(&self.map, (HEADER + 12 * self.sequences + 8 * document) as usize)
