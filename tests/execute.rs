@@ -280,6 +280,23 @@ fn a_log_has_the_promised_fields_and_repeats() {
 }
 
 #[test]
+fn logs_of_two_runs_are_not_mixed() {
+    let folder = folder_of_mistakes();
+    let path = folder.path();
+    for name in ["plan.ron", "two.ron"] {
+        let arguments = format!("{name} --synthetic --steps 2 --log {name}.log");
+        succeed(path, &arguments);
+        let before = fs::read(path.join(format!("{name}.log"))).expect("written above");
+        let pieces = ["of an earlier run", &format!("--> {name}.log"), "name another file", "--force"];
+        check(&arguments, &mut command(path, &arguments), 2, &pieces);
+        assert_eq!(fs::read(path.join(format!("{name}.log"))).expect("still there"), before, "{name}");
+        succeed(path, &format!("{name} --synthetic --steps 3 --log {name}.log --force"));
+        let numbers: Vec<u64> = steps(path, &format!("{name}.log")).iter().map(|record| record.step).collect();
+        assert_eq!(numbers, [1, 2, 3], "{name}");
+    }
+}
+
+#[test]
 fn the_batch_of_a_ramp_up_grows() {
     let folder = scratch();
     let path = folder.path();

@@ -1,16 +1,13 @@
 //! What a run says of its steps: JSON lines for programs, one line a step for people.
 
 use std::fs::{File, OpenOptions};
-use std::io::{Read, Seek, SeekFrom, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use ir::error::Problem;
 use ir::plan::Estimate;
 use ir::units::{Bytes, Seconds};
 use serde::{Deserialize, Serialize};
-
-/// Largest piece of a log that is searched for its last line's end.
-const TAIL: u64 = 1 << 16;
 
 /// One step, as a line of `--log` has it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -50,17 +47,22 @@ pub struct Log {
 }
 
 impl Log {
-    /// Opens a log; new lines follow those that it has. A last line that an interrupted run left unfinished is
-    /// taken away first.
+    /// Starts a log. What an earlier run wrote into the file stays as it is, unless `replace` says that it may go.
     ///
     /// # Errors
-    /// A file that cannot be opened, read or written.
-    pub fn open(path: &Path) -> Result<Log, Problem> {
+    /// A file that is not empty and may not be replaced, or cannot be written.
+    pub fn create(path: &Path, replace: bool) -> Result<Log, Problem> {
         let wrong = |error: std::io::Error| cannot_write(path, &error);
-        let mut file = OpenOptions::new().read(true).append(true).create(true).open(path).map_err(wrong)?;
-        let whole = end_of_lines(&mut file).map_err(wrong)?;
-        if whole < file.metadata().map_err(wrong)?.len() {
-            file.set_len(whole).map_err(wrong)?;
+        let file = OpenOptions::new().append(true).create(true).open(path).map_err(wrong)?;
+        let length = file.metadata().map_err(wrong)?.len();
+        match (length > 0, replace) {
+            (true, true) => file.set_len(0).map_err(wrong)?,
+            (true, false) => {
+                let what = format!("the log holds {} of an earlier run", Bytes(length));
+                let help = "name another file for this run, or give --force to replace it";
+                return Err(Problem::new(what, path.display().to_string(), help));
+            }
+            (false, _) => {}
         }
         Ok(Log { file, path: path.to_owned() })
     }
@@ -74,21 +76,6 @@ impl Log {
         line.push('\n');
         self.file.write_all(line.as_bytes()).map_err(|error| cannot_write(&self.path, &error))
     }
-}
-
-/// The place behind the last line's end, 0 if there is none among the last `TAIL` bytes of a short file.
-fn end_of_lines(file: &mut File) -> std::io::Result<u64> {
-    let length = file.metadata()?.len();
-    let start = length.saturating_sub(TAIL);
-    file.seek(SeekFrom::Start(start))?;
-    let mut tail = Vec::new();
-    file.read_to_end(&mut tail)?;
-    Ok(match tail.iter().rposition(|byte| *byte == b'\n') {
-        Some(place) => start + place as u64 + 1,
-        // A line is never that long: the file is no log of ours and stays as it is.
-        None if start > 0 => length,
-        None => 0,
-    })
 }
 
 fn cannot_write(path: &Path, error: &std::io::Error) -> Problem {
@@ -192,26 +179,21 @@ mod tests {
     }
 
     #[test]
-    fn a_log_grows_and_loses_only_an_unfinished_line() {
+    fn a_log_grows_and_replaces_another_only_if_told_to() {
         let folder = tempfile::TempDir::new().expect("a scratch folder");
         let path = folder.path().join("run.jsonl");
         let read = || std::fs::read_to_string(&path).expect("readable");
         let line = |step| serde_json::to_string(&record(step)).expect("plain numbers") + "\n";
-        let write = |step| Log::open(&path).and_then(|mut log| log.write(&record(step))).expect("written");
-        write(1);
-        write(2);
-        assert_eq!(read(), line(1) + &line(2));
-        std::fs::write(&path, line(1) + &line(2)[..20]).expect("writable");
-        write(2);
-        assert_eq!(read(), line(1) + &line(2));
-        std::fs::write(&path, &line(1)[..20]).expect("writable");
-        write(1);
-        assert_eq!(read(), line(1));
-        let foreign = "x".repeat(TAIL as usize + 1);
-        std::fs::write(&path, &foreign).expect("writable");
-        write(3);
-        assert_eq!(read(), foreign + &line(3));
-        let problem = Log::open(folder.path()).map(|_| ()).expect_err("a folder is no log");
+        std::fs::write(&path, "").expect("writable");
+        for (replace, first) in [(false, 1), (true, 5)] {
+            let mut log = Log::create(&path, replace).expect("nothing is in the way");
+            (first..first + 2).for_each(|step| log.write(&record(step)).expect("written"));
+            assert_eq!(read(), line(first) + &line(first + 1));
+            let problem = Log::create(&path, false).expect_err("there is a log");
+            assert!(problem.what.ends_with(" of an earlier run"), "{problem}");
+            assert_eq!(read(), line(first) + &line(first + 1), "an earlier log stays");
+        }
+        let problem = Log::create(folder.path(), true).expect_err("a folder is no log");
         assert!(problem.what.contains("cannot write the log"), "{problem}");
     }
 

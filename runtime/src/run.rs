@@ -47,6 +47,8 @@ pub struct Request {
     pub export: Option<PathBuf>,
     /// Where to write a line for each step.
     pub log: Option<PathBuf>,
+    /// Replace the log of an earlier run.
+    pub force: bool,
     /// Where to write what the run and measurements after it say of the machine.
     pub profile: Option<PathBuf>,
     /// Only evaluate, on `steps` batches.
@@ -147,12 +149,11 @@ struct Run<'a> {
 impl<'a> Run<'a> {
     fn new(plan: &'a Plan, request: &'a Request, prepared: &'a Prepared, world: &'a World) -> Result<Run<'a>, Error> {
         let program = plan.program.as_ref().expect("the caller checked that the plan is executable");
+        let first = world.rank().0 == 0;
+        let log = request.log.as_deref().filter(|_| first).map(|path| Log::create(path, request.force)).transpose()?;
         let executor = start_executor(plan, program, prepared, world)?;
         let all: Vec<Rank> = (0..world.size()).map(Rank).collect();
         let all = (all.len() > 1).then(|| world.group(&all));
-        let first = world.rank().0 == 0;
-        let log = request.log.as_deref().filter(|_| first).map(Log::open).transpose();
-        let log = log.map_err(|problem| Error::BadInput(vec![problem]))?;
         let progress = Progress::default();
         Ok(Run { plan, request, prepared, world, executor, all, log, progress, sent: 0, steps: Steps::default() })
     }

@@ -62,6 +62,9 @@ pub struct RunOptions {
     /// Write a line of JSON for each step
     #[arg(long, value_name = "FILE")]
     pub log: Option<PathBuf>,
+    /// Replace the --log file of an earlier run
+    #[arg(long, requires = "log")]
+    pub force: bool,
     /// Write what the run says of this machine as a cluster file for `plan --cluster`
     #[arg(long, value_name = "FILE", conflicts_with = "evaluate")]
     pub profile: Option<PathBuf>,

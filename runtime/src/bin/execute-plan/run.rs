@@ -75,6 +75,7 @@ fn request(options: &RunOptions) -> Result<Request, Error> {
         weights: options.weights.clone(),
         export: options.export.clone(),
         log: options.log.clone(),
+        force: options.force,
         profile: options.profile.clone(),
         evaluate: options.evaluate,
         timeout: Duration::from_secs(options.timeout),
