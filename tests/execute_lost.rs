@@ -179,6 +179,8 @@ fn runs_end_when_they_are_asked_to() {
         (To::Parent, Signal::INT, "SIGINT", 130, None),
         (To::Group, Signal::INT, "SIGINT", 130, None),
         (To::Parent, Signal::TERM, "SIGTERM", 143, Some(4)),
+        // Passed on as it is; it ends ranks that make nothing of it.
+        (To::Parent, Signal::USR1, "SIGUSR1", 138, None),
     ];
     for (to, request, called, code, stopped) in rows {
         let mut run = start(Duration::from_millis(20));

@@ -6,7 +6,7 @@
 #[path = "support/namespaces.rs"]
 mod namespaces;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Child, ChildStderr, ChildStdout, Command, Stdio};
@@ -16,7 +16,7 @@ use ir::mesh::Rank;
 use ir::program::Direction;
 use namespaces::{FIRST_HOST, Namespaces, ip};
 use runtime::communicator::{Error, Options, Reduction, Transport, World};
-use runtime::launch::local::{ReservedPort, reserve_port, start_local_ranks};
+use runtime::launch::local::{Ended, ReservedPort, reserve_port, start_local_ranks};
 use runtime::launch::read_launch;
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -66,20 +66,50 @@ fn run_steps(world: &World) -> Result<(), Error> {
     Ok(())
 }
 
-/// Starts local ranks that would run for ever, when the next test asks for it.
+/// Starts local ranks that run a script, when another test asks for it, and ends with their exit code.
 #[test]
 fn parent() {
-    if std::env::var_os("PARENT_OF_RANKS").is_some() {
-        let arguments = ["-c".into(), "echo started $$; exec sleep 600".into()];
-        start_local_ranks(Path::new("/bin/sh"), &arguments, 2).expect("sh can be started");
+    if let Ok(script) = std::env::var("PARENT_OF_RANKS") {
+        let ended = start_local_ranks(Path::new("/bin/sh"), &["-c".into(), script.into()], 2);
+        match ended.expect("sh can be started") {
+            Ended::With(code) => std::process::exit(code),
+            Ended::Stopped(signal) => std::process::exit(128 + i32::from(signal.number())),
+        }
     }
+}
+
+fn start_parent(script: &str) -> Child {
+    let mut command = Command::new(std::env::current_exe().expect("a running program has a file"));
+    command.args(["--exact", "parent", "--nocapture"]).env("PARENT_OF_RANKS", script).stdout(Stdio::piped());
+    command.spawn().expect("this program starts")
+}
+
+#[test]
+fn ranks_hear_of_the_parents_signals() {
+    // A rank that acts on SIGUSR1 and goes on until SIGTERM.
+    let script = "trap 'echo saved' USR1; trap 'exit 6' TERM; echo started; while :; do sleep 0.02; done";
+    let mut parent = start_parent(script);
+    let mut lines = BufReader::new(parent.stdout.take().expect("a pipe")).lines();
+    let mut await_both = |wanted: &str| {
+        let mut ranks = BTreeSet::new();
+        while ranks.len() < 2 {
+            let line = lines.next().expect("two ranks speak").expect("a text");
+            ranks.extend(line.strip_suffix(wanted).map(str::to_owned));
+        }
+        assert!(ranks.iter().eq(["[rank 0] ", "[rank 1] "]), "{ranks:?}");
+    };
+    await_both("started");
+    for _ in 0..2 {
+        signal(&parent, Signal::USR1);
+        await_both("saved");
+    }
+    signal(&parent, Signal::TERM);
+    assert_eq!(parent.wait().expect("a process of this test").code(), Some(6), "ranks that stop by themselves");
 }
 
 #[test]
 fn local_ranks_do_not_outlive_their_parent() {
-    let mut command = Command::new(std::env::current_exe().expect("a running program has a file"));
-    command.args(["--exact", "parent", "--nocapture"]).env("PARENT_OF_RANKS", "1").stdout(Stdio::piped());
-    let mut parent = command.spawn().expect("this program starts");
+    let mut parent = start_parent("echo started $$; exec sleep 600");
     let mut lines = BufReader::new(parent.stdout.take().expect("a pipe")).lines();
     let mut ranks = BTreeMap::new();
     while ranks.len() < 2 {

@@ -3,11 +3,11 @@
 use std::ffi::OsString;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
-use std::os::unix::process::CommandExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -15,8 +15,8 @@ use rustix::fd::OwnedFd;
 use rustix::net::sockopt::set_socket_reuseaddr;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, getsockname, socket_with};
 use rustix::process::{Pid, Signal, getppid, kill_process, set_parent_process_death_signal};
-use signal_hook::consts::{SIGINT, SIGTERM};
-use signal_hook::flag::register_usize;
+use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::flag::{register, register_usize};
 
 /// Exit code of a run of which a rank was lost.
 pub const LOST: i32 = 4;
@@ -37,23 +37,27 @@ pub enum Ended {
     Stopped(StopSignal),
 }
 
-/// What asks this process to end its ranks.
+/// What ends ranks on request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StopSignal {
     /// SIGINT, such as Ctrl-C sends.
     Interrupt,
     /// SIGTERM, such as schedulers send.
     Terminate,
+    /// SIGUSR1, such as schedulers send some time before the limit. Ranks decide what it means to them; it ends those
+    /// that do not.
+    User,
 }
 
 impl StopSignal {
-    const ALL: [StopSignal; 2] = [StopSignal::Interrupt, StopSignal::Terminate];
+    const ALL: [StopSignal; 3] = [StopSignal::Interrupt, StopSignal::Terminate, StopSignal::User];
 
     /// The signal's name.
     pub fn name(self) -> &'static str {
         match self {
             StopSignal::Interrupt => "SIGINT",
             StopSignal::Terminate => "SIGTERM",
+            StopSignal::User => "SIGUSR1",
         }
     }
 
@@ -62,9 +66,18 @@ impl StopSignal {
         let number = match self {
             StopSignal::Interrupt => SIGINT,
             StopSignal::Terminate => SIGTERM,
+            StopSignal::User => SIGUSR1,
         };
         u8::try_from(number).expect("signals are numbers below 65")
     }
+}
+
+/// The signals to this process so far.
+struct Received {
+    /// The number of the last that asks for the end, 0 before the first.
+    stop: Arc<AtomicUsize>,
+    /// Whether there was a SIGUSR1 that was not passed on yet.
+    user: Arc<AtomicBool>,
 }
 
 /// A started rank.
@@ -72,6 +85,8 @@ struct RankProcess {
     child: Child,
     /// Its exit code; 4 if a signal ended it before it was told to end.
     code: Option<i32>,
+    /// The signal that ended it.
+    signal: Option<i32>,
     output: Vec<JoinHandle<()>>,
 }
 
@@ -80,13 +95,13 @@ struct RankProcess {
 /// Ranks find their place in torchrun's variables and share the cores (`RAYON_NUM_THREADS`). Their output is
 /// passed on line by line behind `[rank N] `. The first failure ends all: the others have two seconds to say
 /// what they know, then get SIGTERM, then SIGKILL. SIGINT or SIGTERM to this process are passed on as SIGTERM at
-/// once, with SIGKILL two seconds later; from the first call on this process does not end by them itself. Ranks do
-/// not outlive this process. Call it from the main thread, whose end they take for the end of the process.
+/// once, with SIGKILL two seconds later; SIGUSR1 is passed on as it is. From the first call on this process does not
+/// end by them itself. Ranks do not outlive this process. Call it from the main thread, whose end they take for the end of the process.
 ///
 /// # Errors
 /// If no port is free or a process cannot be started; those already started are ended.
 pub fn start_local_ranks(program: &Path, arguments: &[OsString], world_size: u64) -> io::Result<Ended> {
-    let stop = listen_for_signals()?;
+    let received = listen_for_signals()?;
     let reserved = reserve_port()?;
     let port = reserved.port;
     let mut ranks = Vec::new();
@@ -101,7 +116,10 @@ pub fn start_local_ranks(program: &Path, arguments: &[OsString], world_size: u64
     }
     while ranks.iter().any(|rank| rank.code.is_none()) {
         ranks.iter_mut().for_each(poll);
-        if received(&stop).is_some() {
+        if received.user.swap(false, Ordering::Relaxed) {
+            signal_all(&ranks, Signal::USR1);
+        }
+        if stop_signal(&received).is_some() {
             end_all(&mut ranks, Duration::ZERO);
         } else if ranks.iter().any(|rank| rank.code.is_some_and(is_failure)) {
             end_all(&mut ranks, GRACE);
@@ -110,24 +128,26 @@ pub fn start_local_ranks(program: &Path, arguments: &[OsString], world_size: u64
     }
     let codes: Vec<i32> = ranks.iter().filter_map(|rank| rank.code).collect();
     drain(&ranks);
-    Ok(match (received(&stop), most_telling(&codes)) {
+    let by_user = ranks.iter().any(|rank| rank.signal == Some(SIGUSR1)).then_some(StopSignal::User);
+    Ok(match (stop_signal(&received).or(by_user), most_telling(&codes)) {
         // Ranks that had something of their own to say go before the request.
         (Some(signal), LOST) => Ended::Stopped(signal),
         (_, code) => Ended::With(code),
     })
 }
 
-/// Writes the signals that ask this process to end into a number, 0 before the first.
-fn listen_for_signals() -> io::Result<Arc<AtomicUsize>> {
-    let stop = Arc::new(AtomicUsize::new(0));
-    for signal in StopSignal::ALL {
-        register_usize(signal.number().into(), Arc::clone(&stop), signal.number().into())?;
+/// Notes signals instead of ending by them.
+fn listen_for_signals() -> io::Result<Received> {
+    let received = Received { stop: Arc::default(), user: Arc::default() };
+    for signal in [SIGINT, SIGTERM] {
+        register_usize(signal, Arc::clone(&received.stop), usize::try_from(signal).expect("a positive number"))?;
     }
-    Ok(stop)
+    register(SIGUSR1, Arc::clone(&received.user))?;
+    Ok(received)
 }
 
-fn received(stop: &AtomicUsize) -> Option<StopSignal> {
-    let number = stop.load(Ordering::Relaxed);
+fn stop_signal(received: &Received) -> Option<StopSignal> {
+    let number = received.stop.load(Ordering::Relaxed);
     StopSignal::ALL.into_iter().find(|signal| usize::from(signal.number()) == number)
 }
 
@@ -173,7 +193,7 @@ fn start_rank(program: &Path, arguments: &[OsString], rank: u64, world: u64, por
         child.stdout.take().map(|pipe| pass_on(pipe, io::stdout(), prefix.clone())),
         child.stderr.take().map(|pipe| pass_on(pipe, io::stderr(), prefix.clone())),
     ];
-    Ok(RankProcess { child, code: None, output: output.into_iter().flatten().collect() })
+    Ok(RankProcess { child, code: None, signal: None, output: output.into_iter().flatten().collect() })
 }
 
 /// Has the kernel kill the child when this process ends, however it ends.
@@ -217,7 +237,10 @@ fn poll(rank: &mut RankProcess) {
     if rank.code.is_none() {
         rank.code = match rank.child.try_wait() {
             Ok(None) => None,
-            Ok(Some(status)) => Some(status.code().unwrap_or(LOST)),
+            Ok(Some(status)) => {
+                rank.signal = status.signal();
+                Some(status.code().unwrap_or(LOST))
+            }
             Err(_) => Some(LOST),
         };
     }
@@ -235,10 +258,15 @@ fn end_all(ranks: &mut [RankProcess], patience: Duration) {
             ranks.iter_mut().for_each(poll);
             thread::sleep(Duration::from_millis(10));
         }
-        for rank in ranks.iter().filter(|rank| rank.code.is_none()) {
-            if let Some(pid) = i32::try_from(rank.child.id()).ok().and_then(Pid::from_raw) {
-                kill_process(pid, signal).ok();
-            }
+        signal_all(ranks, signal);
+    }
+}
+
+/// Sends a signal to the ranks that have not ended.
+fn signal_all(ranks: &[RankProcess], signal: Signal) {
+    for rank in ranks.iter().filter(|rank| rank.code.is_none()) {
+        if let Some(pid) = i32::try_from(rank.child.id()).ok().and_then(Pid::from_raw) {
+            kill_process(pid, signal).ok();
         }
     }
 }
