@@ -129,13 +129,17 @@ pub fn stage_memory(
         gradients: dense.gradients + expert.gradients,
         optimizer: dense.optimizer + expert.optimizer,
     };
-    let blocks = match zero_stage {
-        _ if shards.dense == 1 => 0,
-        ZeroStage::None | ZeroStage::OptimizerState => 0,
-        ZeroStage::Gradients => UNREDUCED_BLOCKS,
-        ZeroStage::Parameters => GATHERED_BLOCKS + UNREDUCED_BLOCKS,
+    let (gathered, unreduced) = match zero_stage {
+        _ if shards.dense == 1 => (0, 0),
+        ZeroStage::None | ZeroStage::OptimizerState => (0, 0),
+        ZeroStage::Gradients => (0, UNREDUCED_BLOCKS),
+        ZeroStage::Parameters => (GATHERED_BLOCKS, UNREDUCED_BLOCKS),
     };
-    let gathered = Bytes(blocks * load.largest_block.min(load.parameters) * dtype.bytes());
+    // Kernels that add to accumulated gradients give single ones in the same format.
+    let fused = machine.stack.kernels.fused_gradient_accumulation;
+    let gradient = if fused { bytes.gradient } else { dtype.bytes() };
+    let largest = load.largest_block.min(load.parameters);
+    let gathered = Bytes(largest * (gathered * dtype.bytes() + unreduced * gradient));
     let mut memory = StageMemory {
         state,
         activations: load.kept.scale(load.in_flight),

@@ -101,9 +101,12 @@ fn add_state(memory: &mut ProgramMemory, parameter: &Parameter, sizes: LocalSize
 
 /// Follows the lives of a body's values through both passes.
 fn body_footprint(body: &Body, sizes: LocalSizes) -> BodyFootprint {
-    let bytes = |value: &ValueId| {
-        let value = &body.values[value.0 as usize];
-        Bytes(sizes.elements(&value.shape, value.distribution)) * value.element.bytes(sizes.plan.model.dtype)
+    let gradients = gradients_summed_in_parts(body);
+    let bytes = |id: &ValueId| {
+        let value = &body.values[id.0 as usize];
+        let held = value.element.bytes(sizes.plan.model.dtype);
+        let held = if gradients.contains(id) { STATE.bytes() } else { held };
+        Bytes(sizes.elements(&value.shape, value.distribution)) * held
     };
     let mut alive: BTreeMap<ValueId, Bytes> = body.input.iter().map(|input| (*input, bytes(input))).collect();
     let forward_peak = live_through(body, PassKind::Forward, &mut alive, &bytes);
@@ -216,6 +219,17 @@ pub fn is_accumulated_at_once(value: ValueId, after: &[Instruction]) -> bool {
     let mut uses = after.iter().filter(|instruction| !matches!(instruction, Instruction::Free(_)));
     let added = matches!(uses.next(), Some(Instruction::Accumulate(_, sum)) if *sum == value);
     added && uses.all(|instruction| !instruction.reads().contains(&value))
+}
+
+/// Gradients whose sum over replicas is taken in parts, and the parts: ranks hold them in the format of accumulated
+/// gradients as soon as they are computed.
+pub fn gradients_summed_in_parts(body: &Body) -> BTreeSet<ValueId> {
+    let ends = |instruction: &Instruction| match instruction {
+        Instruction::Convert(Conversion::ReduceScatterFlat, _, from, to)
+        | Instruction::Start(Conversion::ReduceScatterFlat, _, from, to) => Some([*from, *to]),
+        _ => None,
+    };
+    body.forward.iter().chain(&body.backward).filter_map(ends).flatten().collect()
 }
 
 #[derive(Clone, Copy)]

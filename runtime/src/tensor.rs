@@ -12,8 +12,8 @@ use ir::graph::DimName;
 
 pub use burn::tensor::bf16;
 pub use memory::Memory;
-pub(crate) use values::rounded;
 pub use values::{Values, ValuesMut};
+pub(crate) use values::{rounded, widened};
 
 use memory::Buffer;
 

@@ -138,13 +138,10 @@ impl Exchange {
     fn pack(&self, operand: Operand, memory: &Memory) -> Tensor {
         let Exchange { outer, inner, ways, position, .. } = *self;
         match self.conversion {
-            Conversion::AllReduceSum | Conversion::AllReduceMax | Conversion::Slice(_) => own(operand, memory),
-            // Gradients are reduced in fp32.
-            Conversion::ReduceScatterFlat if operand.tensor().format() == Format::Brain => {
-                let wide = operand.tensor();
-                Tensor::from_numbers(memory, &wide.dims, Format::Single, &wide.to_numbers())
-            }
-            Conversion::ReduceScatterFlat => own(operand, memory),
+            Conversion::AllReduceSum
+            | Conversion::AllReduceMax
+            | Conversion::Slice(_)
+            | Conversion::ReduceScatterFlat => own(operand, memory),
             Conversion::ReduceScatter(_) if outer == 1 => own(operand, memory),
             Conversion::ReduceScatter(_) => swapped(operand.tensor(), [outer, ways, inner], memory),
             Conversion::AllGather(_) => {

@@ -1,9 +1,9 @@
 //! Bodies as one rank executes them: local extents, offsets, last uses and peers, decided when the plan is read.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use ir::distribution::SplitAxis;
-use ir::footprint::{is_accumulated_at_once, local_dims};
+use ir::footprint::{gradients_summed_in_parts, is_accumulated_at_once, local_dims};
 use ir::graph::{DimName, Element};
 use ir::kernel::PassKind;
 use ir::model::DType;
@@ -97,7 +97,7 @@ pub enum Step {
 
 /// Resolves a body for a rank.
 pub fn resolve(plan: &Plan, split: TensorSplit, body: &Body, place: &RankPlace) -> RankBody {
-    let context = Context { plan, split, body, place };
+    let context = Context { plan, split, body, place, gradients: gradients_summed_in_parts(body) };
     let index = |value: ValueId| value.0 as usize;
     let reads_output = |instruction: &Instruction| {
         !matches!(instruction, Instruction::Free(_)) && instruction.reads().contains(&body.output)
@@ -107,7 +107,7 @@ pub fn resolve(plan: &Plan, split: TensorSplit, body: &Body, place: &RankPlace) 
         Recompute::Selective | Recompute::Full => Pass::RepeatingBackward,
     };
     RankBody {
-        values: body.values.iter().map(|value| context.local_value(value)).collect(),
+        values: (0..body.values.len() as u32).map(|value| context.local_value(ValueId(value))).collect(),
         forward: charged(context.steps(&body.forward, PassKind::Forward), body, Pass::Forward),
         backward: charged(context.steps(&body.backward, PassKind::Backward), body, pass),
         input: body.input.map(index),
@@ -123,6 +123,8 @@ struct Context<'a> {
     split: TensorSplit,
     body: &'a Body,
     place: &'a RankPlace,
+    /// Gradients in fp32 whatever the program's number format.
+    gradients: BTreeSet<ValueId>,
 }
 
 impl Context<'_> {
@@ -134,10 +136,12 @@ impl Context<'_> {
         local_dims(self.plan, self.split, &value.shape, value.distribution)
     }
 
-    fn local_value(&self, value: &Value) -> LocalValue {
+    fn local_value(&self, id: ValueId) -> LocalValue {
+        let value = self.value(id);
+        let format = format_of(value.element, self.plan.model.dtype);
         LocalValue {
             dims: self.dims(value),
-            format: format_of(value.element, self.plan.model.dtype),
+            format: if self.gradients.contains(&id) { Format::Single } else { format },
             summand: value.distribution.data.is_partial(),
         }
     }
@@ -147,7 +151,7 @@ impl Context<'_> {
         let named = self.body.kernels.iter().filter(|kernel| kernel.pass == pass);
         let named = named.map(|kernel| kernel.instructions.0 as usize..kernel.instructions.1 as usize);
         let shape = |value: ValueId| {
-            let LocalValue { dims, format, .. } = self.local_value(self.value(value));
+            let LocalValue { dims, format, .. } = self.local_value(value);
             LocalShape { dims, format }
         };
         let place = |operands: &[ValueId], result: ValueId| self.operator_place(operands, result);

@@ -10,15 +10,17 @@ use ir::program::AttentionOperand;
 use multiversion::multiversion;
 
 use super::exponential::exp;
-use super::matrix::{Extents, Matrix, MatrixMut, multiply};
-use super::{ResultShape, in_format, in_single, parallel, vector};
-use crate::tensor::{Dims, Format, Tensor, strides};
+use super::matrix::{Extents, Matrix, MatrixMut, multiply, readable};
+use super::{ResultShape, in_format, parallel, vector};
+use crate::tensor::{Dims, Format, Tensor, Values, strides};
 
 /// Queries of a block: whole tiles of the matrix product, and few, so that little above the diagonal is
 /// computed.
 const BLOCK: usize = 48;
 /// Keys of a strip.
 const STRIP: usize = 1024;
+/// Distances between rows and columns of what products write here: the columns are neighbours.
+const LAYOUT: [usize; 2] = [STRIP, 1];
 
 /// Gradients of the attention core's operands that were asked for.
 #[derive(Debug, Default)]
@@ -42,9 +44,9 @@ struct Heads {
 
 /// What all tasks of an attention core share.
 struct Core<'a> {
-    query: (&'a [f32], Heads),
-    keys: (&'a [f32], Heads),
-    values: (&'a [f32], Heads),
+    query: (Values<'a>, Heads),
+    keys: (Values<'a>, Heads),
+    values: (Values<'a>, Heads),
     /// Key-value heads on this rank, and queries of each.
     heads: usize,
     queries: usize,
@@ -74,7 +76,7 @@ struct Statistics {
 
 /// softmax(scale · query · keysᵀ, masked) · values. Operands: query, keys, values.
 pub fn attention(operands: [&Tensor; 3], scale: f64, alibi: bool, result: &ResultShape) -> Tensor {
-    let [query, keys, values] = operands.map(|operand| in_single(operand, result.memory));
+    let [query, keys, values] = operands.map(|operand| readable(operand, LAYOUT, result.memory));
     let core = Core::new([&query, &keys, &values], scale, alibi, result);
     let mut context = Tensor::stale(result.memory, result.dims, Format::Single);
     let heads = Heads::new(result.dims, DimName::Sequence, DimName::ValueDim);
@@ -113,10 +115,10 @@ pub fn attention_gradients(
     alibi: bool,
     result: &ResultShape,
 ) -> AttentionGradients {
-    let [query, keys, values, gradient] = operands.map(|operand| in_single(operand, result.memory));
+    let [query, keys, values, gradient] = operands.map(|operand| readable(operand, LAYOUT, result.memory));
     let core = Core::new([&query, &keys, &values], scale, alibi, result);
     let gradient_heads = Heads::new(&gradient.dims, DimName::Sequence, DimName::ValueDim);
-    let gradient = (gradient.singles(), gradient_heads);
+    let gradient = (gradient.values(), gradient_heads);
     let mut targets =
         [&query, &keys, &values].map(|operand| Tensor::zeros(result.memory, &operand.dims, Format::Single));
     {
@@ -145,7 +147,7 @@ impl<'a> Core<'a> {
     fn new(operands: [&'a Tensor; 3], scale: f64, alibi: bool, result: &'a ResultShape) -> Core<'a> {
         let [query, keys, values] = operands;
         let heads =
-            |operand: &'a Tensor, position, width| (operand.singles(), Heads::new(&operand.dims, position, width));
+            |operand: &'a Tensor, position, width| (operand.values(), Heads::new(&operand.dims, position, width));
         Core {
             query: heads(query, DimName::Sequence, DimName::HeadDim),
             keys: heads(keys, DimName::KeySequence, DimName::HeadDim),
@@ -222,7 +224,7 @@ impl<'a> Core<'a> {
     fn differentiate(
         &self,
         block: Block,
-        gradient: (&[f32], Heads),
+        gradient: (Values, Heads),
         wanted: [bool; 3],
         targets: [MatrixMut; 3],
         [scores, products]: &mut [Vec<f32>; 2],
@@ -261,7 +263,7 @@ impl<'a> Core<'a> {
     }
 
     /// Gradients of a block's weights along a strip, row after row.
-    fn weigh(&self, block: Block, gradient: (&[f32], Heads), (start, length): (usize, usize), into: &mut [f32]) {
+    fn weigh(&self, block: Block, gradient: (Values, Heads), (start, length): (usize, usize), into: &mut [f32]) {
         let extents = Extents { rows: block.rows, columns: length, summed: self.values.1.width };
         let values = matrix(self.values, block, start).transposed();
         multiply(extents, matrix(gradient, block, block.start), values, MatrixMut::new(into, length, 1), false, false);
@@ -270,7 +272,7 @@ impl<'a> Core<'a> {
     fn add_products(
         &self,
         block: Block,
-        gradient: (&[f32], Heads),
+        gradient: (Values, Heads),
         wanted: [bool; 3],
         [query, keys, values]: [MatrixMut; 3],
         (start, length): (usize, usize),
@@ -298,9 +300,9 @@ impl<'a> Core<'a> {
 }
 
 /// The block's head from a position on.
-fn matrix<'a>((numbers, heads): (&'a [f32], Heads), block: Block, position: usize) -> Matrix<'a> {
+fn matrix<'a>((numbers, heads): (Values<'a>, Heads), block: Block, position: usize) -> Matrix<'a> {
     let start = heads.start(block) + position * heads.strides[3];
-    Matrix::new(&numbers[start..], heads.strides[3], heads.strides[4])
+    Matrix::of(numbers, start, heads.strides[3], heads.strides[4])
 }
 
 /// Scale and bias of a row of scores whose first key is at a position.

@@ -4,9 +4,9 @@
 //! (rows and columns), and of no result (summed). Neighbours in one class that are neighbours in memory are
 //! one dim; the longest of each class becomes the matrices' extent, what is left is looped over.
 
-use super::matrix::{Extents, Matrix, MatrixMut, multiply, multiply_many};
-use super::{Accumulation, ResultShape, in_format, in_single};
-use crate::tensor::{Dims, Format, Memory, Tensor, strides};
+use super::matrix::{Extents, Matrix, MatrixMut, is_in_blocks, multiply, multiply_many, multiply_rounded, readable};
+use super::{Accumulation, ResultShape, in_format};
+use crate::tensor::{Dims, Format, Memory, Tensor, Values, ValuesMut, strides};
 
 /// A loop over a dim, or over several that are neighbours in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,34 +30,65 @@ struct Products {
 
 /// Sum of products of two tensors over the dims that the result lacks.
 pub fn contraction(a: &Tensor, b: &Tensor, result: &ResultShape) -> Tensor {
+    let products = products(&a.dims, &b.dims, result.dims);
+    if result.format == Format::Brain && products.inner.is_empty() && is_in_blocks(products.layout()) {
+        return rounded_contraction(&products, a, b, result);
+    }
     let mut target = Tensor::stale(result.memory, result.dims, Format::Single);
     contract_into(&mut target, a, b, result.memory, Accumulation::Set);
     in_format(target, result)
 }
 
+/// A contraction whose result is bf16 without ever being fp32 as a whole.
+fn rounded_contraction(products: &Products, a: &Tensor, b: &Tensor, result: &ResultShape) -> Tensor {
+    let mut target = Tensor::stale(result.memory, result.dims, Format::Brain);
+    let ValuesMut::Brain(into) = target.values_mut() else { unreachable!("the target is bf16") };
+    run(products, a.values(), b.values(), into, |extents, a, b, into, _, threads| {
+        multiply_rounded(extents, a, b, into, threads);
+    });
+    target
+}
+
 /// Puts or adds the sum of products over the dims that `into` lacks.
 pub fn contract_into(into: &mut Tensor, a: &Tensor, b: &Tensor, memory: &Memory, how: Accumulation) {
     let products = products(&a.dims, &b.dims, &into.dims);
-    let (a, b) = (in_single(a, memory), in_single(b, memory));
-    run(&products, a.singles(), b.singles(), into.singles_mut(), how);
+    let layout = products.layout();
+    let (a, b) = (readable(a, layout, memory), readable(b, layout, memory));
+    run(&products, a.values(), b.values(), into.singles_mut(), |extents, a, b, into, more, threads| {
+        multiply(extents, a, b, into, how == Accumulation::Add || more, threads);
+    });
 }
 
-fn run(products: &Products, a: &[f32], b: &[f32], into: &mut [f32], how: Accumulation) {
+/// Calls `one` for each product with its operands, its place in the result, whether it adds to what an earlier one
+/// put there, and whether to use all threads.
+fn run<E: Send + Sync + Copy>(
+    products: &Products,
+    a: Values,
+    b: Values,
+    into: &mut [E],
+    one: impl Fn(Extents, Matrix, Matrix, MatrixMut<E>, bool, bool) + Sync,
+) {
     let Products { rows, columns, summed, outer, inner } = products;
     let extents = Extents { rows: rows.extent, columns: columns.extent, summed: summed.extent };
     let into = MatrixMut::new(into, rows.strides[2], columns.strides[2]);
     let count: usize = outer.iter().map(|axis| axis.extent).product();
     let sums: usize = inner.iter().map(|axis| axis.extent).product();
-    let one = |index: usize, threads: bool| {
+    multiply_many(count, extents, |index: usize, threads: bool| {
         let [a_start, b_start, start] = offsets(outer, index);
         for sum in 0..sums {
             let [a_more, b_more, _] = offsets(inner, sum);
-            let a = Matrix::new(&a[a_start + a_more..], rows.strides[0], summed.strides[0]);
-            let b = Matrix::new(&b[b_start + b_more..], summed.strides[1], columns.strides[1]);
-            multiply(extents, a, b, into.at(start), how == Accumulation::Add || sum > 0, threads);
+            let a = Matrix::of(a, a_start + a_more, rows.strides[0], summed.strides[0]);
+            let b = Matrix::of(b, b_start + b_more, summed.strides[1], columns.strides[1]);
+            one(extents, a, b, into.at(start), sum > 0, threads);
         }
-    };
-    multiply_many(count, extents, one);
+    });
+}
+
+impl Products {
+    /// Distances between rows and between columns of the result.
+    fn layout(&self) -> [usize; 2] {
+        [self.rows.strides[2], self.columns.strides[2]]
+    }
 }
 
 /// Where the product of a combined index starts in the operands and the result.

@@ -27,6 +27,20 @@ pub enum ValuesMut<'a> {
 }
 
 impl<'a> Values<'a> {
+    /// Number of elements.
+    pub fn len(self) -> usize {
+        match self {
+            Values::Single(values) => values.len(),
+            Values::Brain(values) => values.len(),
+            Values::Index(values) => values.len(),
+        }
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(self) -> bool {
+        self.len() == 0
+    }
+
     /// The elements of a range in fp32: themselves, or widened into `scratch`.
     #[inline(always)]
     pub fn read<'s>(self, range: Range<usize>, scratch: &'s mut Vec<f32>) -> &'s [f32]
@@ -127,8 +141,9 @@ fn widen(values: &[bf16], scratch: &mut Vec<f32>) {
     scratch.extend(values.iter().map(|value| widened(*value)));
 }
 
+/// The same number in fp32.
 #[inline(always)]
-fn widened(value: bf16) -> f32 {
+pub(crate) fn widened(value: bf16) -> f32 {
     f32::from_bits(u32::from(value.to_bits()) << 16)
 }
 
