@@ -10,6 +10,8 @@ use runtime::communicator::{
     Element, Error, Group, Operation, Options, Reduction, Traffic, Transport, World, part, run_ranks,
 };
 use runtime::launch::local::reserve_port;
+#[cfg(feature = "mpi")]
+use runtime::launch::read_launch;
 use runtime::launch::{Address, Launch};
 
 /// Message lengths: empty, one element, odd, around a chunk of 64 KiB, larger than all queues between two ranks.
@@ -68,25 +70,28 @@ fn expected<T: Element>(size: u64, length: usize, from: fn(f32) -> T, max: bool)
 
 fn check_reductions<T: Element>(connection: (u64, Transport), from: fn(f32) -> T) {
     for size in SIZES {
-        on_ranks(size, connection, |world, all| {
-            for length in LENGTHS {
-                for (reduction, max) in [(Reduction::Sum, false), (Reduction::Max, true)] {
-                    let expected = expected(size, length, from, max);
-                    let mut data = message(world.rank().0, length, from);
-                    all.all_reduce(reduction, &mut data).expect("all ranks come");
-                    let same = bytemuck::cast_slice::<T, u8>(&data) == bytemuck::cast_slice::<T, u8>(&expected);
-                    assert!(same, "all_reduce {reduction:?} of {length} over {size}");
-                    let own = message(world.rank().0, length, from);
-                    let mut data = own.clone();
-                    all.reduce_scatter(reduction, &mut data).expect("all ranks come");
-                    let part = all.part(length);
-                    let mut scattered = own;
-                    scattered[part.clone()].copy_from_slice(&expected[part]);
-                    let same = bytemuck::cast_slice::<T, u8>(&data) == bytemuck::cast_slice::<T, u8>(&scattered);
-                    assert!(same, "reduce_scatter {reduction:?} of {length} over {size}");
-                }
-            }
-        });
+        on_ranks(size, connection, |world, all| reduce(world, all, from));
+    }
+}
+
+fn reduce<T: Element>(world: &World, all: &Group, from: fn(f32) -> T) {
+    let (rank, size) = (world.rank().0, world.size());
+    for length in LENGTHS {
+        for (reduction, max) in [(Reduction::Sum, false), (Reduction::Max, true)] {
+            let expected = expected(size, length, from, max);
+            let mut data = message(rank, length, from);
+            all.all_reduce(reduction, &mut data).expect("all ranks come");
+            let same = bytemuck::cast_slice::<T, u8>(&data) == bytemuck::cast_slice::<T, u8>(&expected);
+            assert!(same, "all_reduce {reduction:?} of {length} over {size}");
+            let own = message(rank, length, from);
+            let mut data = own.clone();
+            all.reduce_scatter(reduction, &mut data).expect("all ranks come");
+            let part = all.part(length);
+            let mut scattered = own;
+            scattered[part.clone()].copy_from_slice(&expected[part]);
+            let same = bytemuck::cast_slice::<T, u8>(&data) == bytemuck::cast_slice::<T, u8>(&scattered);
+            assert!(same, "reduce_scatter {reduction:?} of {length} over {size}");
+        }
     }
 }
 
@@ -105,29 +110,31 @@ fn reductions_over_tcp() {
 
 fn check_movements(connection: (u64, Transport)) {
     for size in SIZES {
-        on_ranks(size, connection, |world, all| {
-            let rank = world.rank().0;
-            for length in LENGTHS {
-                let mut data = vec![0_u16; length];
-                let own = all.part(length);
-                own.clone().for_each(|place| data[place] = (place * 31) as u16);
-                all.all_gather(&mut data).expect("all ranks come");
-                assert!(data.iter().zip(0..).all(|(found, place): (&u16, usize)| *found == (place * 31) as u16));
+        on_ranks(size, connection, move_about);
+    }
+}
 
-                let root = length % size as usize;
-                let mut data = message::<f32>(rank, length, |x| x);
-                all.broadcast(root, &mut data).expect("all ranks come");
-                assert_eq!(data, message::<f32>(root as u64, length, |x| x));
+fn move_about(world: &World, all: &Group) {
+    let (rank, size) = (world.rank().0, world.size());
+    for length in LENGTHS {
+        let mut data = vec![0_u16; length];
+        let own = all.part(length);
+        own.clone().for_each(|place| data[place] = (place * 31) as u16);
+        all.all_gather(&mut data).expect("all ranks come");
+        assert!(data.iter().zip(0..).all(|(found, place): (&u16, usize)| *found == (place * 31) as u16));
 
-                let equal = length - length % size as usize;
-                let result = all.all_to_all(&message::<f32>(rank, equal, |x| x)).expect("all ranks come");
-                for from in 0..size {
-                    let (theirs, mine) = (part(equal, from as usize, size as usize), all.part(equal));
-                    assert_eq!(result[theirs], message::<f32>(from, equal, |x| x)[mine]);
-                }
-                all.barrier().expect("all ranks come");
-            }
-        });
+        let root = length % size as usize;
+        let mut data = message::<f32>(rank, length, |x| x);
+        all.broadcast(root, &mut data).expect("all ranks come");
+        assert_eq!(data, message::<f32>(root as u64, length, |x| x));
+
+        let equal = length - length % size as usize;
+        let result = all.all_to_all(&message::<f32>(rank, equal, |x| x)).expect("all ranks come");
+        for from in 0..size {
+            let (theirs, mine) = (part(equal, from as usize, size as usize), all.part(equal));
+            assert_eq!(result[theirs], message::<f32>(from, equal, |x| x)[mine]);
+        }
+        all.barrier().expect("all ranks come");
     }
 }
 
@@ -140,6 +147,42 @@ fn movements_over_shared_memory() {
 fn movements_over_tcp() {
     check_movements(TCP);
     check_movements(TWO_HOSTS);
+}
+
+/// A process that `mpirun` started for the test below; MPI has one world for each process.
+#[cfg(feature = "mpi")]
+#[test]
+fn message_passing_rank() {
+    let Some(launch) = read_launch(|name| std::env::var(name).ok()).expect("variables of mpirun") else { return };
+    let options = Options { timeout: Duration::from_secs(20), transport: Transport::Mpi };
+    let world = World::connect(&launch, &[], options).expect("all ranks come");
+    let all = world.group(&(0..world.size()).map(Rank).collect::<Vec<_>>());
+    reduce::<f32>(&world, &all, |x| x);
+    reduce::<bf16>(&world, &all, bf16::from_f32);
+    reduce::<f64>(&world, &all, f64::from);
+    move_about(&world, &all);
+    if world.size() > 2 {
+        exchange(&world, &all);
+    }
+    world.finish().expect("all ranks finish");
+}
+
+#[cfg(feature = "mpi")]
+#[test]
+fn operations_over_message_passing() {
+    for size in SIZES {
+        let mut command = std::process::Command::new("mpirun");
+        command.args(["--allow-run-as-root", "--oversubscribe", "-n", &size.to_string()]);
+        command.arg(std::env::current_exe().expect("a running program has a file"));
+        match command.args(["--exact", "message_passing_rank"]).output() {
+            Err(reason) => return println!("skipped: mpirun cannot be started: {reason}"),
+            Ok(output) => {
+                let [out, err] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
+                assert!(output.status.success(), "{size} ranks: {out}{err}");
+                assert_eq!(out.matches("1 passed").count() as u64, size, "{out}{err}");
+            }
+        }
+    }
 }
 
 #[test]
@@ -163,22 +206,26 @@ fn ranks_that_cannot_share_memory_use_tcp() {
 #[test]
 fn messages_between_stages_arrive_in_order_and_senders_do_not_wait() {
     for connection in [SHARED, TCP] {
-        on_ranks(3, connection, |world, all| {
-            let (rank, next, before) = (world.rank().0, Rank((world.rank().0 + 1) % 3), Rank((world.rank().0 + 2) % 3));
-            // All send much more than fits into the queues before anyone receives.
-            for message in 0..20_u32 {
-                world.send(next, Direction::Activation, vec![message + 100 * rank as u32; 50_000]).expect("goes on");
-                world.send(before, Direction::Gradient, vec![f32::from(message as u16); 3]).expect("goes on");
-            }
-            all.barrier().expect("all ranks come");
-            for message in 0..20_u32 {
-                let mut gradient = [0.0_f32; 3];
-                world.recv(next, Direction::Gradient, &mut gradient).expect("it was sent");
-                assert_eq!(gradient, [f32::from(message as u16); 3]);
-                let activation = world.start_recv::<u32>(before, Direction::Activation, 50_000);
-                assert_eq!(activation.wait().expect("it was sent"), vec![message + 100 * before.0 as u32; 50_000]);
-            }
-        });
+        on_ranks(3, connection, exchange);
+    }
+}
+
+/// Sends around a ring both ways; for three ranks and more.
+fn exchange(world: &World, all: &Group) {
+    let (rank, size) = (world.rank().0, world.size());
+    let (next, before) = (Rank((rank + 1) % size), Rank((rank + size - 1) % size));
+    // All send much more than fits into the queues before anyone receives.
+    for message in 0..20_u32 {
+        world.send(next, Direction::Activation, vec![message + 100 * rank as u32; 50_000]).expect("goes on");
+        world.send(before, Direction::Gradient, vec![f32::from(message as u16); 3]).expect("goes on");
+    }
+    all.barrier().expect("all ranks come");
+    for message in 0..20_u32 {
+        let mut gradient = [0.0_f32; 3];
+        world.recv(next, Direction::Gradient, &mut gradient).expect("it was sent");
+        assert_eq!(gradient, [f32::from(message as u16); 3]);
+        let activation = world.start_recv::<u32>(before, Direction::Activation, 50_000);
+        assert_eq!(activation.wait().expect("it was sent"), vec![message + 100 * before.0 as u32; 50_000]);
     }
 }
 

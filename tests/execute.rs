@@ -26,6 +26,10 @@ const BATCH: u64 = 8;
 /// Relative difference of losses between layouts.
 const TOLERANCE: f64 = 1e-6;
 
+/// What `--communicator mpi` says to a process that MPI did not start.
+const MESSAGE_OF_MPI: &str =
+    if cfg!(feature = "mpi") { "this is rank 0 of 2, but for MPI" } else { "built without its feature `mpi`" };
+
 const GPT2: Shape = Shape { family: Family::Gpt2, tied: true, heads: 4, key_value_heads: 4, layers: 2, vocabulary: 19 };
 
 fn model() -> ModelSpec {
@@ -103,7 +107,8 @@ fn mistakes_end_with_their_code_and_a_message() {
         ("plan.ron --synthetic --timeout 0", 2, &["'0' for '--timeout <SECONDS>'"]),
         ("plan.ron --synthetic --data sound", 2, &["cannot be used with"]),
         ("plan.ron --synthetic --device cuda", 2, &["--> --device cuda", "leave --device out"]),
-        ("plan.ron --synthetic --communicator nccl", 2, &["--> --communicator"]),
+        ("plan.ron --synthetic --communicator nccl", 2, &["NCCL", "--> --communicator"]),
+        ("two.ron --synthetic --communicator mpi", 2, &[MESSAGE_OF_MPI, "--> --communicator"]),
         ("nothing.ron --synthetic", 2, &["No such file", "--> nothing.ron"]),
         ("cut.ron --synthetic", 2, &["--> cut.ron, line"]),
         ("foreign.ron --synthetic", 2, &["--> foreign.ron, line"]),

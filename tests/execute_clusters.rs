@@ -69,13 +69,18 @@ fn two_hosts_with_torchruns_variables() {
 }
 
 #[test]
-fn eight_ranks_under_mpirun() {
-    let folder = folder();
-    let mut command = Command::new("mpirun");
-    command.current_dir(folder.path()).args(["--allow-run-as-root", "--oversubscribe", "-n", "8", PROGRAM]);
-    match command.args(RUN).env("RAYON_NUM_THREADS", "1").output() {
-        Ok(output) => check("mpirun", folder.path(), &[output]),
-        Err(reason) => println!("skipped: mpirun cannot be started: {reason}"),
+fn ranks_under_mpirun() {
+    // By shared memory, and through MPI's own messages where they are built in.
+    let communicators = if cfg!(feature = "mpi") { ["local", "mpi"].as_slice() } else { &["local"] };
+    for communicator in communicators {
+        let folder = folder();
+        let mut command = Command::new("mpirun");
+        command.current_dir(folder.path()).args(["--allow-run-as-root", "--oversubscribe", "-n", "8", PROGRAM]);
+        command.args(RUN).args(["--communicator", communicator]).env("RAYON_NUM_THREADS", "1");
+        match command.output() {
+            Ok(output) => check(&format!("mpirun, {communicator}"), folder.path(), &[output]),
+            Err(reason) => return println!("skipped: mpirun cannot be started: {reason}"),
+        }
     }
 }
 

@@ -14,7 +14,7 @@ use ir::plan::Plan;
 use ir::program::{Parameter, Program};
 
 use crate::Error;
-use crate::communicator::{Group, Options, Reduction, World};
+use crate::communicator::{Group, Options, Reduction, Transport, World};
 use crate::data::{BatchShape, Source, Sources, open_corpus, read_micro_batch, sample_index, synthetic};
 use crate::executor::{Executor, MicroBatches, StepOptions};
 use crate::gather::export_weights;
@@ -55,6 +55,8 @@ pub struct Request {
     pub evaluate: bool,
     /// How long ranks wait for one another.
     pub timeout: Duration,
+    /// How they reach one another.
+    pub transport: Transport,
 }
 
 /// Where tokens come from.
@@ -110,7 +112,7 @@ pub fn prepare_run(plan: &Plan, request: &Request) -> Result<Prepared, Error> {
 /// # Errors
 /// Exit code 2 for ranks that were not started alike, 4 for a lost rank, 5 for numbers that are none.
 pub fn run_rank(plan: &Plan, request: &Request, prepared: &Prepared, launch: &Launch) -> Result<String, Error> {
-    let options = Options { timeout: request.timeout, ..Options::default() };
+    let options = Options { timeout: request.timeout, transport: request.transport };
     let world = World::connect(launch, &terms(plan, request, prepared), options)?;
     let hosts = launch.world_size.div_ceil(launch.local_size);
     let ended = Run::new(plan, request, prepared, &world).and_then(|mut run| run.run(hosts));

@@ -87,7 +87,7 @@ pub enum Device {
 pub enum Communicator {
     /// Shared memory on a host, TCP between hosts
     Local,
-    /// The host's MPI
+    /// The host's MPI, in a program built with the feature `mpi`
     Mpi,
     /// NCCL
     Nccl,

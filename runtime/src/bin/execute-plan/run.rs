@@ -6,6 +6,7 @@ use std::time::Duration;
 use ir::error::Problem;
 use ir::mesh::Rank;
 use ir::plan::Plan;
+use runtime::communicator::Transport;
 use runtime::launch::local::{Ended, reserve_port, start_local_ranks};
 use runtime::launch::{Address, Launch, read_launch};
 use runtime::run::{Data, Request, check_export, prepare_run, run_rank};
@@ -52,10 +53,7 @@ fn request(options: &RunOptions) -> Result<Request, Error> {
     if options.device == Device::Cuda {
         return refuse("this version runs on processor cores only", "--device cuda", "leave --device out");
     }
-    if options.communicator != Communicator::Local {
-        let help = "leave --communicator out: launchers such as mpirun and srun work without it";
-        return refuse("this version communicates by shared memory and TCP only", "--communicator", help);
-    }
+    let transport = transport(options.communicator)?;
     let data = match (&options.data, options.synthetic) {
         (Some(prefix), _) => Data::Corpus(prefix.clone()),
         (None, true) => Data::Synthetic,
@@ -79,7 +77,23 @@ fn request(options: &RunOptions) -> Result<Request, Error> {
         profile: options.profile.clone(),
         evaluate: options.evaluate,
         timeout: Duration::from_secs(options.timeout),
+        transport,
     })
+}
+
+fn transport(communicator: Communicator) -> Result<Transport, Error> {
+    let refuse = |what: &str| {
+        let help = "leave --communicator out: launchers such as mpirun and srun work without it";
+        Err(Problem::new(what, "--communicator", help).into())
+    };
+    match communicator {
+        Communicator::Local => Ok(Transport::Automatic),
+        #[cfg(feature = "mpi")]
+        Communicator::Mpi => Ok(Transport::Mpi),
+        #[cfg(not(feature = "mpi"))]
+        Communicator::Mpi => refuse("this program was built without its feature `mpi`"),
+        Communicator::Nccl => refuse("this version runs on processor cores, which NCCL does not connect"),
+    }
 }
 
 fn check_world(launch: &Launch, plan: &Plan) -> Result<(), Error> {
