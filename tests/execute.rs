@@ -82,7 +82,7 @@ fn folder_of_mistakes() -> TempDir {
         ("foreign.ron", "(name: \"small\")".to_owned()),
         ("wrong.train", "(log_interval: 0, optimizer: (eps: -1.0, clip: -1.0))".to_owned()),
         ("unknown.train", "(optimizer: (lr: 1.0))".to_owned()),
-        ("dropout.train", "(dropout: (hidden: 0.1))".to_owned()),
+        ("dropout.train", "(dropout: (hidden: 1.0))".to_owned()),
         ("ramp.train", "(batch_ramp_up: (start: 3, increment: 2, samples: 9))".to_owned()),
         ("occupied/notes", "mine".to_owned()),
     ];
@@ -131,7 +131,7 @@ fn mistakes_end_with_their_code_and_a_message() {
             &["field optimizer.eps", "field optimizer.clip", "field log_interval"],
         ),
         ("plan.ron --synthetic --train unknown.train", 2, &["`lr`", "--> unknown.train, line 1"]),
-        ("plan.ron --synthetic --train dropout.train", 2, &["dropout", "--> dropout.train, dropout"]),
+        ("plan.ron --synthetic --train dropout.train", 2, &["--> dropout.train, field dropout.hidden"]),
         (
             "two.ron --synthetic --train ramp.train",
             2,
@@ -260,6 +260,30 @@ fn every_layout_logs_the_single_ranks_losses() {
             assert_eq!(record.learning_rate, expected.learning_rate, "{name}");
             assert!(record.seconds > 0.0 && record.peak_tensor_bytes > 0, "{name}: {record:?}");
         }
+    }
+}
+
+#[test]
+fn dropout_of_the_training_file_is_the_same_in_every_layout() {
+    let folder = scratch();
+    let path = folder.path();
+    let dropout = "dropout: (hidden: 0.1, attention: 0.1)";
+    fs::write(path.join("train"), format!("({dropout})")).expect("writable");
+    fs::write(path.join("without"), "()").expect("writable");
+    let runs = [
+        ("single", degrees(1, 1, 1), "train"),
+        ("all", degrees(2, 2, 2), "train"),
+        ("without", degrees(1, 1, 1), "without"),
+    ];
+    let runs = runs.map(|(name, fixed, train)| {
+        write(path, "plan", &small_plan(fixed));
+        succeed(path, &format!("plan --synthetic --train {train} --steps 3 --log {name}.log"));
+        steps(path, &format!("{name}.log"))
+    });
+    for ((single, all), without) in runs[0].iter().zip(&runs[1]).zip(&runs[2]) {
+        assert!(close(all.loss, single.loss, TOLERANCE), "{all:?}, expected {single:?}");
+        assert!(close(all.grad_norm, single.grad_norm, 1e-5), "{all:?}, expected {single:?}");
+        assert!(!close(single.loss, without.loss, 1e-4), "{single:?} drops something, {without:?} nothing");
     }
 }
 

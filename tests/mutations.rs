@@ -3,7 +3,7 @@
 mod support;
 
 use ir::distribution::{Distribution, Place, SplitAxis};
-use ir::graph::{DimName, Extent, build_graph};
+use ir::graph::{DimName, DropoutSite, Extent, build_graph};
 use ir::interpreter::{Optimizer, Sizes, StepInput, StepOutput, World, degrees};
 use ir::model::Workload;
 use ir::plan::Plan;
@@ -266,6 +266,7 @@ fn other_ops(op: &Op) -> Vec<Op> {
         Op::ReduceSum,
         Op::ReduceMax,
         Op::Scale(2.0),
+        Op::Dropout(DropoutSite::Embedding),
         Op::Gelu,
         Op::Silu,
         Op::Cast,
@@ -284,6 +285,7 @@ fn other_constants(op: &Op) -> Option<Op> {
         Op::Norm { kind, epsilon } => Some(Op::Norm { kind, epsilon: 10.0 * epsilon }),
         Op::NormInputGradient { kind, epsilon } => Some(Op::NormInputGradient { kind, epsilon: 10.0 * epsilon }),
         Op::NormWeightGradient { kind, epsilon } => Some(Op::NormWeightGradient { kind, epsilon: 10.0 * epsilon }),
+        Op::Dropout(DropoutSite::Embedding) => Some(Op::Dropout(DropoutSite::Attention)),
         Op::Rotary { base } => Some(Op::Rotary { base: 2.0 * base }),
         Op::RotaryGradient { base } => Some(Op::RotaryGradient { base: 2.0 * base }),
         _ => None,

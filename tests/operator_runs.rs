@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use ir::graph::DimName::{
     self, HeadDim, Hidden, KeySequence, KeyValueHeads, MicroBatch, QueriesPerKeyValue, Sequence, ValueDim, Vocabulary,
 };
+use ir::graph::DropoutSite;
 use ir::interpreter::{Array, OperatorResult, apply_operator};
 use ir::kernel::kernel_pattern;
 use ir::model::NormKind::{LayerNorm, RmsNorm};
@@ -28,7 +29,7 @@ struct Case {
 /// Cases that are no run over rows.
 const APART: [&str; 3] = ["unrelated sums", "sums of small values", "gradients of attention"];
 
-const PLACE: Place = Place { vocabulary_start: 4, heads: (2, 6), queries: (1, 4), seed: 1.0 };
+const PLACE: Place = Place { vocabulary_start: 4, heads: (2, 6), queries: (1, 4), ..Place::WHOLE };
 
 fn tokens() -> Dims {
     vec![(MicroBatch, 3), (Sequence, 7)]
@@ -52,6 +53,7 @@ fn cases() -> Vec<Case> {
     let logits = || wide(Vocabulary, 4001);
     let by_head = || [tokens(), vec![(KeyValueHeads, 2), (HeadDim, 5)]].concat();
     let add = |a, b, dims: Dims| (Op::Add, vec![a, b], dims);
+    let dropout = |a| (Op::Dropout(DropoutSite::AttentionOutput), vec![a], hidden());
     vec![
         case(
             "bias and activation",
@@ -72,9 +74,15 @@ fn cases() -> Vec<Case> {
             vec![2],
         ),
         case(
-            "bias and residual",
+            "bias, dropout and residual",
             vec![hidden(), bias(), hidden()],
-            vec![add(0, 1, hidden()), add(3, 2, hidden())],
+            vec![add(0, 1, hidden()), dropout(3), add(4, 2, hidden())],
+            vec![0, 3, 4],
+        ),
+        case(
+            "what dropout left is kept",
+            vec![hidden(), bias(), hidden()],
+            vec![add(0, 1, hidden()), dropout(3), add(4, 2, hidden())],
             vec![0, 3],
         ),
         case(
@@ -90,14 +98,15 @@ fn cases() -> Vec<Case> {
             vec![0],
         ),
         case(
-            "bias, residual and norm",
+            "bias, dropout, residual and norm",
             vec![hidden(), bias(), hidden(), bias(), bias()],
             vec![
                 add(0, 1, hidden()),
-                add(5, 2, hidden()),
-                (Op::Norm { kind: LayerNorm, epsilon: 1e-5 }, vec![6, 3, 4], hidden()),
+                dropout(5),
+                add(6, 2, hidden()),
+                (Op::Norm { kind: LayerNorm, epsilon: 1e-5 }, vec![7, 3, 4], hidden()),
             ],
-            vec![0, 5],
+            vec![0, 5, 6],
         ),
         case(
             "mask and softmax",
@@ -175,7 +184,7 @@ fn check(case: &Case, format: Format, threads: usize) -> Vec<Vec<u32>> {
     };
     let mut arrays: Vec<Array> = outside.iter().map(array).collect();
     for (op, operands, dims) in &case.steps {
-        let Place { vocabulary_start, heads, queries, seed } = PLACE;
+        let Place { vocabulary_start, heads, queries, seed, .. } = PLACE;
         let result = OperatorResult { dims, vocabulary_start, heads, queries, seed };
         let read: Vec<&Array> = operands.iter().map(|operand| &arrays[*operand as usize]).collect();
         let computed = apply_operator(op, &read, &result);
@@ -204,7 +213,7 @@ fn check(case: &Case, format: Format, threads: usize) -> Vec<Vec<u32>> {
     memory.reset_peak();
     let before = memory.live_bytes();
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads can be made");
-    let found: BTreeMap<ValueId, Tensor> = pool.install(|| apply_run(&run, given, &memory)).into_iter().collect();
+    let found: BTreeMap<ValueId, Tensor> = pool.install(|| apply_run(&run, given, &memory, None)).into_iter().collect();
     let expected: Vec<u32> =
         (first..first + case.steps.len() as u32).filter(|value| !case.freed.contains(value)).collect();
     assert_eq!(found.keys().map(|value| value.0).collect::<Vec<_>>(), expected, "{}", case.name);

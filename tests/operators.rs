@@ -4,6 +4,7 @@ use ir::graph::DimName::{
     self, HeadDim, Hidden, Intermediate, KeySequence, KeyValueHeads, MicroBatch, Position, QueriesPerKeyValue,
     Sequence, ValueDim, Vocabulary,
 };
+use ir::graph::DropoutSite;
 use ir::interpreter::{Array, OperatorResult, apply_operator};
 use ir::model::NormKind::{LayerNorm, RmsNorm};
 use ir::program::{AttentionOperand, Op};
@@ -91,7 +92,7 @@ fn wide(tensor: &Tensor) -> Array {
 }
 
 fn expected(case: &Case, operands: &[Tensor]) -> Vec<f64> {
-    let Place { vocabulary_start, heads, queries, seed } = case.place;
+    let Place { vocabulary_start, heads, queries, seed, .. } = case.place;
     let result = OperatorResult { dims: &case.result, vocabulary_start, heads, queries, seed };
     let arrays: Vec<Array> = operands.iter().map(wide).collect();
     apply_operator(&case.op, &arrays.iter().collect::<Vec<_>>(), &result).data
@@ -337,6 +338,7 @@ fn elementwise() {
         case("exp", Op::Exp, vec![whole()], activations(13)),
         case("log", Op::Log, vec![positive()], activations(13)),
         case("cast", Op::Cast, vec![whole()], activations(13)),
+        case("dropout of nothing", Op::Dropout(DropoutSite::Embedding), vec![whole()], activations(13)),
         case("rename", Op::Rename, vec![whole()], vec![(MicroBatch, 3), (KeySequence, 7), (Hidden, 13)]),
         case("long", Op::Add, vec![Numbers(activations(3001)), Numbers(activations(3001))], activations(3001)),
         case("long rows", Op::Subtract, vec![Numbers(activations(5001)), Numbers(tokens())], activations(5001)),

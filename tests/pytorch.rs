@@ -15,6 +15,7 @@ use ir::strategy::{Recompute, ScheduleKind, ZeroStage};
 use planner::request::FixedChoices;
 use ranks::{RankRun, Run, execute, joined};
 use runtime::executor::StepOptions;
+use runtime::train::Dropout;
 use runtime::weights::{Checkpoint, DimRange};
 use safetensors::SafeTensors;
 use support::plans::fixed_plan;
@@ -219,6 +220,8 @@ fn ranks_compute_what_pytorch_computes() {
                 weights: initial.clone(),
                 batches: expected.batches.clone(),
                 optimizer: StepOptions {
+                    dropout: Dropout::default(),
+                    seed: 0,
                     learning_rate: setting("learning_rate"),
                     betas: (setting("beta1"), setting("beta2")),
                     epsilon: setting("epsilon"),

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::graph::{Block, BlockRole, Dim, Element, OperatorId, OperatorKind, Tensor};
+use crate::graph::{Block, BlockRole, Dim, DropoutSite, Element, OperatorId, OperatorKind, Tensor};
 use crate::model::{Attention, LayerFeedForward, LayerRun, ModelSpec, Position, layer_runs};
 use crate::program::{AttentionKernel, AttentionOperand, InputKind, Op, ValueId};
 use crate::strategy::Recompute;
@@ -93,7 +93,7 @@ struct Pass<'a> {
     model: &'a ModelSpec,
     attention: AttentionKernel,
     draft: Draft,
-    /// Value of each operator's result.
+    /// Value of each operator's result, after dropout.
     of_node: BTreeMap<OperatorId, ValueId>,
     /// Operator of each forward result.
     node_of: BTreeMap<ValueId, OperatorId>,
@@ -148,6 +148,7 @@ impl<'a> Pass<'a> {
                     if let Some(operands) = self.flash_operands(node) {
                         self.draft.forward.push(Step::Compute(self.flash(), operands, value, None));
                     }
+                    continue;
                 }
                 _ => {
                     let operands = self.block.operands(node).iter().map(|node| self.of_node[node]).collect();
@@ -155,8 +156,20 @@ impl<'a> Pass<'a> {
                     self.draft.forward.push(Step::Compute(op, operands, value, None));
                 }
             }
+            if let Some(site) = operator.dropout {
+                self.append_dropout(site, node, value);
+            }
         }
         self.draft.output = self.of_node[&self.block.output];
+    }
+
+    /// Readers of the operator's result get what dropout leaves of it.
+    fn append_dropout(&mut self, site: DropoutSite, node: OperatorId, value: ValueId) {
+        let DraftValue { name, tensor } = self.draft.values[value.0 as usize].clone();
+        let left = self.value(format!("{name} dropped"), tensor);
+        self.draft.forward.push(Step::Compute(Op::Dropout(site), vec![value], left, None));
+        self.of_node.insert(node, left);
+        self.node_of.insert(left, node);
     }
 
     /// Query, keys and values of the attention core, for the operator that ends it.
@@ -224,7 +237,8 @@ impl<'a> Pass<'a> {
         for step in forward {
             let Step::Compute(op, operands, result, _) = step else { continue };
             let repeated = match recompute {
-                Recompute::None => false,
+                // What dropout left is not kept: its operand is, and the mask comes from a counter.
+                Recompute::None => matches!(op, Op::Dropout(_)),
                 // A flash kernel's backward computes its scores again by itself.
                 Recompute::Selective => {
                     self.attention == AttentionKernel::Primitive
@@ -321,6 +335,7 @@ impl<'a> Pass<'a> {
             Op::Silu => self.send(operands[0], Op::SiluGradient, vec![at(0), gradient], None),
             Op::Rotary { base } => self.send(operands[0], Op::RotaryGradient { base }, vec![gradient], None),
             Op::Rename => self.send(operands[0], Op::Rename, vec![gradient], None),
+            Op::Dropout(site) => self.send(operands[0], Op::Dropout(site), vec![gradient], None),
             // The gradient of a masked column is zero already: its exponential is.
             Op::Cast | Op::MaskColumns(_) => self.send(operands[0], Op::Cast, vec![gradient], None),
             Op::Exp => self.send(operands[0], Op::Multiply, vec![now(&result), gradient], None),

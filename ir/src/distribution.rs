@@ -236,6 +236,7 @@ fn whole_dims(op: &Op) -> &'static [DimName] {
         Op::FlashAttention { .. } | Op::FlashAttentionGradient { .. } => {
             &[DimName::Sequence, DimName::KeySequence, DimName::HeadDim, DimName::ValueDim]
         }
+        Op::Dropout(_) => &[DimName::Hidden, DimName::KeySequence],
         Op::Rotary { .. } | Op::RotaryGradient { .. } => &[DimName::Sequence, DimName::KeySequence, DimName::HeadDim],
         _ => &[],
     }

@@ -153,8 +153,10 @@ fn live_through(
                 let size = alive.insert(operand, Bytes(0)).unwrap_or_default();
                 alive.insert(*value, size);
             }
-            // The same numbers under another name share the memory.
-            Instruction::Compute(Op::Rename | Op::Cast, operands, value) if bytes(&operands[0]) == bytes(value) => {
+            // The same numbers under another name share the memory, as where nothing is dropped.
+            Instruction::Compute(Op::Rename | Op::Cast | Op::Dropout(_), operands, value)
+                if bytes(&operands[0]) == bytes(value) =>
+            {
                 alive.insert(*value, Bytes(0));
             }
             // The kernel adds its result to the accumulated gradient.

@@ -63,6 +63,21 @@ pub struct Operator {
     pub fusion: Option<Fusion>,
     /// Member of the attention core: what selective recomputation repeats and flash attention fuses.
     pub attention_core: bool,
+    /// Where training may drop elements of the result; readers get what is left.
+    pub dropout: Option<DropoutSite>,
+}
+
+/// Where training may set activations to 0 at random: the places of GPT-2, BLOOM and Megatron-LM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum DropoutSite {
+    /// What leaves the embedding.
+    Embedding,
+    /// Attention weights, after softmax.
+    Attention,
+    /// What attention adds to the residual stream.
+    AttentionOutput,
+    /// What the feed-forward network adds to the residual stream.
+    FeedForwardOutput,
 }
 
 /// Position of a tensor among a consumer's operands.

@@ -32,11 +32,11 @@ pub enum KernelKind {
     BiasActivation,
     /// SiLU of the gate times up.
     GatedActivation,
-    /// Bias and residual sum.
+    /// Bias, dropout and residual sum.
     BiasResidual,
     /// Residual sum and norm.
     ResidualNorm,
-    /// Bias, residual sum and norm.
+    /// Bias, dropout, residual sum and norm.
     BiasResidualNorm,
     /// Scale, mask and softmax, or their gradients.
     ScaleMaskSoftmax,
@@ -47,7 +47,8 @@ pub enum KernelKind {
 /// What a kernel makes of the operators at the start of a run, and how many it takes: the longest pattern.
 pub fn kernel_pattern(ops: &[Op]) -> Option<(KernelKind, usize)> {
     match ops {
-        [Op::Add, Op::Add, Op::Norm { .. }, ..] => Some((KernelKind::BiasResidualNorm, 3)),
+        [Op::Add, Op::Dropout(_), Op::Add, Op::Norm { .. }, ..] => Some((KernelKind::BiasResidualNorm, 4)),
+        [Op::Add, Op::Dropout(_), Op::Add, ..] => Some((KernelKind::BiasResidual, 3)),
         [Op::Add, Op::Norm { .. }, ..] => Some((KernelKind::ResidualNorm, 2)),
         [Op::Add, Op::Gelu, ..] => Some((KernelKind::BiasActivation, 2)),
         [Op::Silu, Op::Multiply, ..] => Some((KernelKind::GatedActivation, 2)),

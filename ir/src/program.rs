@@ -8,7 +8,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::distribution::{Distribution, SplitAxis};
-use crate::graph::{Dim, DimName, Element};
+use crate::graph::{Dim, DimName, DropoutSite, Element};
 use crate::kernel::Kernel;
 use crate::mesh::StageId;
 use crate::model::NormKind;
@@ -177,6 +177,12 @@ pub enum Op {
     Divide,
     /// Product with a constant.
     Scale(f64),
+    /// Elements set to 0 at random, the others scaled so that the mean stays; the gradient is the same operator.
+    ///
+    /// How likely is a matter of the run, not of the program: without dropout the operand passes unchanged. Every
+    /// element's fate is a function of the run's seed, the step, the layer, the site and the element's place in the
+    /// global batch, so that forward, recomputation and backward agree on all ranks and no mask is kept.
+    Dropout(DropoutSite),
     /// The gradient that backward starts from: one over the tokens of the global batch.
     Seed,
     /// Scores scaled by the constant, plus slope · key position if `alibi`, minus infinity above the diagonal.
@@ -191,7 +197,8 @@ pub enum Op {
         /// The scale.
         scale: f64,
     },
-    /// Attention core in one kernel that keeps no scores. Operands: query, keys, values.
+    /// Attention core in one kernel that keeps no scores; drops weights where [`DropoutSite::Attention`] says.
+    /// Operands: query, keys, values.
     FlashAttention {
         /// Scale of the scores.
         scale: f64,
@@ -407,6 +414,7 @@ impl Op {
             | Op::Subtract
             | Op::Divide
             | Op::Scale(_)
+            | Op::Dropout(_)
             | Op::ScaleMask { .. }
             | Op::ScaleMaskGradient { .. }
             | Op::Softmax

@@ -150,7 +150,7 @@ impl Report {
         let moved = outside.iter().copied().chain(kept.iter().map(|value| dims(*value as usize)));
         let moved = bytes(&moved.collect::<Vec<&Dims>>());
         self.time(name, count, (moved, "GB/s"), prepare, |operands: Vec<Operand>| {
-            black_box(apply_run(&run, operands, &memory));
+            black_box(apply_run(&run, operands, &memory, None));
         });
     }
 }

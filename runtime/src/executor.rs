@@ -29,6 +29,7 @@ use crate::Error;
 use crate::communicator::{Pending, World};
 use crate::place::RankPlace;
 use crate::tensor::{Memory, Tensor, Values, ValuesMut};
+use crate::train::Dropout;
 
 use clock::Clock;
 use exchange::Singles;
@@ -89,6 +90,8 @@ pub struct Executor<'a> {
     loss: f64,
     /// One over the tokens of the step's global batch.
     seed: f64,
+    /// What passes drop, and the seed of it; nothing in evaluations.
+    dropout: Option<(Dropout, u64)>,
     clock: Clock,
     /// Optimizer steps taken.
     pub steps: u64,
@@ -129,6 +132,7 @@ impl<'a> Executor<'a> {
             reductions: BTreeMap::new(),
             loss: 0.0,
             seed: 0.0,
+            dropout: None,
             clock: Clock::start(),
             steps: 0,
         })
@@ -141,6 +145,7 @@ impl<'a> Executor<'a> {
     pub fn step(&mut self, input: &MicroBatches, options: &StepOptions) -> Result<Updated, Error> {
         let program = self.program;
         self.clock = Clock::start();
+        self.dropout = Some((options.dropout, options.seed));
         self.run(&program.stages[self.place.stage].schedule, input, Kept::UntilBackward)?;
         self.update(input, options)
     }
@@ -156,6 +161,7 @@ impl<'a> Executor<'a> {
     /// A lost rank or link.
     pub fn evaluate(&mut self, input: &MicroBatches) -> Result<f64, Error> {
         let program = self.program;
+        self.dropout = None;
         self.run(&program.stages[self.place.stage].evaluation, input, Kept::Never)?;
         self.mean_loss(input)
     }

@@ -8,6 +8,7 @@ mod accumulate;
 mod activation;
 mod attention;
 mod contraction;
+mod dropout;
 mod elementwise;
 mod exponential;
 mod loss;
@@ -27,6 +28,7 @@ use crate::tensor::{Dims, Format, Memory, Tensor, ValuesMut, size_of};
 
 pub use accumulate::{Accumulation, accumulate, accumulate_contraction, accumulate_lookup};
 pub use attention::{AttentionGradients, attention_gradients};
+pub use dropout::Dropping;
 
 /// An operand of an operator.
 #[derive(Debug)]
@@ -59,8 +61,12 @@ pub struct Place {
     pub heads: (usize, usize),
     /// First query of a key-value head, and the number of all.
     pub queries: (usize, usize),
+    /// First position of a sequence, and the number of all.
+    pub positions: (usize, usize),
     /// One over the tokens of the global batch.
     pub seed: f64,
+    /// What the pass drops; nothing without it.
+    pub dropping: Option<Dropping>,
 }
 
 /// Applies an operator.
@@ -96,6 +102,7 @@ pub fn apply(op: &Op, operands: Vec<Operand>, result: &ResultShape) -> Tensor {
             let factor = *factor as f32;
             elementwise::map(next(), result, move |x| x * factor)
         }
+        Op::Dropout(site) => dropout::dropout(next(), *site, result),
         Op::Seed => {
             let seed = [result.place.seed as f32];
             Tensor::from_numbers(result.memory, result.dims, result.format, &seed)
@@ -193,7 +200,8 @@ impl ResultShape<'_> {
 
 impl Place {
     /// A rank that holds everything.
-    pub const WHOLE: Place = Place { vocabulary_start: 0, heads: (0, 1), queries: (0, 1), seed: 1.0 };
+    pub const WHOLE: Place =
+        Place { vocabulary_start: 0, heads: (0, 1), queries: (0, 1), positions: (0, 1), seed: 1.0, dropping: None };
 }
 
 /// A tensor of the result's shape, each row of which `f` writes.

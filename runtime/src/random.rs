@@ -13,6 +13,7 @@ mod region;
 
 use std::ops::Range;
 
+use ir::graph::DropoutSite;
 use sha2::{Digest, Sha256};
 
 pub use region::{Region, Span};
@@ -39,17 +40,6 @@ pub struct Stream {
     counter_high: [u32; 2],
 }
 
-/// Where a dropout mask is used; equal places give equal masks, in forward, recomputation and backward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DropoutSite<'a> {
-    /// Step, counted over the whole run.
-    pub step: u64,
-    /// Layer, counted over the model.
-    pub layer: u64,
-    /// Name of the operator whose result is masked.
-    pub operator: &'a str,
-}
-
 /// Philox4x32-10 of a counter under a key.
 pub fn philox(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     rounds(counter.map(|word| [word]), key).map(|[word]| word)
@@ -63,12 +53,18 @@ impl Stream {
         Stream { key: [word(0), word(4)], counter_high: [word(8), word(12)] }
     }
 
-    /// The stream of a dropout mask.
+    /// The stream of a dropout mask; steps are counted over the whole run, layers over the model.
     ///
-    /// The micro-batch is not part of the name but of the element's index: masks are regions of the whole
+    /// Equal places give equal masks, in forward, recomputation and backward. The micro-batch is not part of the name but of the element's index: masks are regions of the whole
     /// `[global_batch, …]` activation, so that they do not depend on how a batch is cut into micro-batches.
-    pub fn dropout(seed: u64, site: DropoutSite) -> Stream {
-        Stream::new(seed, &format!("dropout/step {}/layer {}/{}", site.step, site.layer, site.operator))
+    pub fn dropout(seed: u64, step: u64, layer: u64, site: DropoutSite) -> Stream {
+        let site = match site {
+            DropoutSite::Embedding => "embedding",
+            DropoutSite::Attention => "attention",
+            DropoutSite::AttentionOutput => "attention_output",
+            DropoutSite::FeedForwardOutput => "feed_forward_output",
+        };
+        Stream::new(seed, &format!("dropout/step {step}/layer {layer}/{site}"))
     }
 
     /// Element `index` as 32 random bits.
@@ -109,49 +105,55 @@ impl Stream {
 
 /// Fills `out` with elements `range` of a region, row-major, as uniform numbers of [0, 1).
 pub fn fill_uniform(stream: Stream, region: &Region, range: Range<u64>, out: &mut [f32]) {
-    fill(stream, region, range, out, uniform_of_word);
+    change(stream, region, range, out, |_, word| uniform_of_word(word));
 }
 
 /// Fills `out` with elements `range` of a region, row-major, of the normal distribution with mean 0 and
 /// standard deviation `deviation`.
 pub fn fill_normal(stream: Stream, region: &Region, range: Range<u64>, deviation: f32, out: &mut [f32]) {
-    fill(stream, region, range, out, |word| normal_of_word(word) * deviation);
+    change(stream, region, range, out, |_, word| normal_of_word(word) * deviation);
 }
 
-/// Fills `out` with elements `range` of a region, row-major, of a dropout mask: 0 with probability
-/// `probability`, else 1 / (1 − `probability`).
-pub fn fill_dropout(stream: Stream, region: &Region, range: Range<u64>, probability: f64, out: &mut [f32]) {
+/// Applies a dropout mask to elements `range` of a region, row-major: each becomes 0 with probability
+/// `probability`, else it is divided by 1 − `probability`.
+pub fn drop_elements(stream: Stream, region: &Region, range: Range<u64>, probability: f64, elements: &mut [f32]) {
     let scale = (1.0 / (1.0 - probability)) as f32;
     let threshold = (probability * 4_294_967_296.0) as u32;
-    fill(stream, region, range, out, |word| if word >= threshold { scale } else { 0.0 });
+    change(stream, region, range, elements, |element, word| if word >= threshold { element * scale } else { 0.0 });
 }
 
-/// Fills `out` run by run: each run of a region's neighbouring elements is a run of the stream.
-fn fill(stream: Stream, region: &Region, range: Range<u64>, out: &mut [f32], number: impl Fn(u32) -> f32 + Copy) {
-    assert_eq!(range.end - range.start, out.len() as u64, "the range must be as long as the slice");
-    let mut rest = out;
+/// Changes elements run by run: each run of a region's neighbouring elements meets a run of the stream.
+fn change(
+    stream: Stream,
+    region: &Region,
+    range: Range<u64>,
+    elements: &mut [f32],
+    changed: impl Fn(f32, u32) -> f32 + Copy,
+) {
+    assert_eq!(range.end - range.start, elements.len() as u64, "the range must be as long as the slice");
+    let mut rest = elements;
     region.for_each_run(range, |start, length| {
         let (run, behind) = std::mem::take(&mut rest).split_at_mut(length as usize);
-        fill_run(stream, start, run, number);
+        change_run(stream, start, run, changed);
         rest = behind;
     });
 }
 
-/// Fills `out` with elements `start`, `start` + 1, … of a stream.
-fn fill_run(stream: Stream, start: u64, out: &mut [f32], number: impl Fn(u32) -> f32 + Copy) {
+/// Changes elements by numbers `start`, `start` + 1, … of a stream.
+fn change_run(stream: Stream, start: u64, elements: &mut [f32], changed: impl Fn(f32, u32) -> f32 + Copy) {
     let mut block = start / WORDS as u64;
     let lead = (start % WORDS as u64) as usize;
-    let (head, body) = out.split_at_mut(out.len().min(if lead == 0 { 0 } else { CHUNK - lead }));
+    let (head, body) = elements.split_at_mut(elements.len().min(if lead == 0 { 0 } else { CHUNK - lead }));
     if !head.is_empty() {
         let words = stream.chunk(block);
-        head.iter_mut().zip(&words[lead..]).for_each(|(out, word)| *out = number(*word));
+        head.iter_mut().zip(&words[lead..]).for_each(|(element, word)| *element = changed(*element, *word));
         block += BLOCKS as u64;
     }
     for piece in body.chunks_mut(CHUNK) {
         let words = stream.chunk(block);
         match <&mut [f32; CHUNK]>::try_from(&mut *piece) {
-            Ok(whole) => (0..CHUNK).for_each(|at| whole[at] = number(words[at])),
-            Err(_) => piece.iter_mut().zip(&words).for_each(|(out, word)| *out = number(*word)),
+            Ok(whole) => (0..CHUNK).for_each(|at| whole[at] = changed(whole[at], words[at])),
+            Err(_) => piece.iter_mut().zip(&words).for_each(|(element, word)| *element = changed(*element, *word)),
         }
         block += BLOCKS as u64;
     }
@@ -208,12 +210,13 @@ mod tests {
             let mut filled = [vec![0.0; length as usize], vec![0.0; length as usize], vec![0.0; length as usize]];
             fill_normal(stream, &region, 0..length, 0.5, &mut filled[0]);
             fill_uniform(stream, &region, 0..length, &mut filled[1]);
-            fill_dropout(stream, &region, 0..length, 0.25, &mut filled[2]);
+            filled[2].fill(3.0);
+            drop_elements(stream, &region, 0..length, 0.25, &mut filled[2]);
             let [normal, uniform, dropout] = filled;
             for (((index, normal), uniform), dropout) in (start..).zip(normal).zip(uniform).zip(dropout) {
                 assert_eq!(normal.to_bits(), (stream.normal(index) * 0.5).to_bits(), "{lead} {length} {index}");
                 assert_eq!(uniform.to_bits(), stream.uniform(index).to_bits(), "{lead} {length} {index}");
-                let kept = if stream.word(index) >= 1 << 30 { 4.0 / 3.0 } else { 0.0 };
+                let kept = if stream.word(index) >= 1 << 30 { 4.0 } else { 0.0 };
                 assert_eq!(dropout, kept, "{lead} {length} {index}");
             }
         }
@@ -239,8 +242,9 @@ mod tests {
         let normal = |out: &mut [f32]| fill_normal(Stream::new(1, "n"), &region, 0..count, 1.0, out);
         let uniform = |out: &mut [f32]| fill_uniform(Stream::new(1, "u"), &region, 0..count, out);
         let dropout = |out: &mut [f32]| {
-            let site = DropoutSite { step: 3, layer: 2, operator: "attention_output" };
-            fill_dropout(Stream::dropout(1, site), &region, 0..count, 0.1, out);
+            let stream = Stream::dropout(1, 3, 2, DropoutSite::AttentionOutput);
+            out.fill(1.0);
+            drop_elements(stream, &region, 0..count, 0.1, out);
         };
         // Power, expected mean of the powers, and its standard deviation over 2²⁰ numbers: tolerances are 5 of them.
         type Row<'a> = (&'a str, i32, &'a dyn Fn(&mut [f32]), f64, f64);

@@ -91,10 +91,6 @@ pub fn prepare_run(plan: &Plan, request: &Request) -> Result<Prepared, Error> {
         None => (TrainConfig::default(), "train.ron".to_owned()),
     };
     check_against(&config, &plan.strategy, &origin).map_err(bad)?;
-    if config.dropout.hidden > 0.0 || config.dropout.attention > 0.0 {
-        let what = "dropout is not part of programs yet".to_owned();
-        return Err(one(Problem::new(what, format!("{origin}, dropout"), "set both probabilities to 0")));
-    }
     config.seed = request.seed.unwrap_or(config.seed);
     let vocabulary = plan.model.vocabulary.rows();
     let held_out = config.evaluation.map_or(0.0, |evaluation| evaluation.held_out);
@@ -224,6 +220,8 @@ impl<'a> Run<'a> {
         let input = self.read(&self.prepared.sources.training, self.progress.samples, micro_batches)?;
         let optimizer = &config.optimizer;
         let options = StepOptions {
+            dropout: config.dropout,
+            seed: config.seed,
             learning_rate: rate,
             betas: optimizer.betas,
             epsilon: optimizer.eps,

@@ -201,7 +201,7 @@ pub fn interpret(plan: &Plan, run: &Run) -> (Vec<f64>, Vec<f64>, BTreeMap<String
         sequence: plan.workload.sequence_length as usize,
         degrees: degrees_of(plan).expect("the plan is sound"),
     };
-    let StepOptions { learning_rate, betas, epsilon, weight_decay, clip } = run.optimizer;
+    let StepOptions { learning_rate, betas, epsilon, weight_decay, clip, .. } = run.optimizer;
     let optimizer = interpreter::Optimizer {
         learning_rate,
         beta1: betas.0,

@@ -3,7 +3,8 @@
 use petgraph::graph::{DiGraph, NodeIndex};
 
 use super::{
-    Block, BlockRole, Dim, DimName, Element, Extent, Fusion, ModelGraph, Operand, Operator, OperatorKind, Tensor,
+    Block, BlockRole, Dim, DimName, DropoutSite, Element, Extent, Fusion, ModelGraph, Operand, Operator, OperatorKind,
+    Tensor,
 };
 use crate::model::{Attention, Bias, LayerFeedForward, LayerRun, ModelSpec, NormKind, Position, layer_runs};
 
@@ -38,7 +39,7 @@ impl BlockBuilder {
 
     fn source(&mut self, name: &'static str, kind: OperatorKind, shape: Vec<Dim>, element: Element) -> NodeIndex {
         let output = Tensor { shape, element };
-        self.graph.add_node(Operator { name, kind, output, fusion: None, attention_core: false })
+        self.graph.add_node(Operator { name, kind, output, fusion: None, attention_core: false, dropout: None })
     }
 
     fn input(&mut self, name: &'static str, shape: Vec<Dim>, element: Element) -> NodeIndex {
@@ -63,7 +64,8 @@ impl BlockBuilder {
         };
         let output = Tensor { shape, element };
         let fusion = fusion.into();
-        let node = self.graph.add_node(Operator { name, kind, output, fusion, attention_core: self.attention_core });
+        let attention_core = self.attention_core;
+        let node = self.graph.add_node(Operator { name, kind, output, fusion, attention_core, dropout: None });
         for (position, operand) in operands.iter().enumerate() {
             self.graph.add_edge(*operand, node, Operand(position));
         }
@@ -137,6 +139,11 @@ impl BlockBuilder {
         self.elementwise(name, OperatorKind::Norm(kind), &operands, None)
     }
 
+    /// Lets training drop elements of a result.
+    fn drop_at(&mut self, site: DropoutSite, node: NodeIndex) {
+        self.graph[node].dropout = Some(site);
+    }
+
     fn finish(self, role: BlockRole, count: u64, output: NodeIndex) -> Block {
         Block { role, count, graph: self.graph, output }
     }
@@ -169,6 +176,7 @@ fn embedding_block(model: &ModelSpec) -> Block {
         let names = ["embedding_norm", "embedding.norm.weight", "embedding.norm.bias"];
         output = b.norm(names, model.norm, output, hidden);
     }
+    b.drop_at(DropoutSite::Embedding, output);
     b.finish(BlockRole::Embedding, 1, output)
 }
 
@@ -282,6 +290,7 @@ fn attention_core(
     let mask = OperatorKind::ScaleMask { alibi: model.position == Position::Alibi };
     let scores = b.elementwise("scale_mask", mask, &[scores], Fusion::ScaleMaskSoftmax);
     let weights = b.elementwise("softmax", OperatorKind::Softmax, &[scores], Fusion::ScaleMaskSoftmax);
+    b.drop_at(DropoutSite::Attention, weights);
     let shape = vec![MICRO_BATCH, SEQUENCE, heads, group, value_dim];
     let over = vec![DimName::KeySequence];
     let context = b.apply("context", OperatorKind::Contraction { over }, &[weights, value], shape, None);
@@ -304,6 +313,7 @@ fn output_projection(b: &mut BlockBuilder, model: &ModelSpec, context: NodeIndex
     let weight = vec![heads, group, value_dim, hidden_dim(model)];
     let bias = (model.bias == Bias::All).then_some(Fusion::BiasResidual);
     let output = b.project(names, context, weight, &over, bias);
+    b.drop_at(DropoutSite::AttentionOutput, output);
     b.elementwise("attention_residual", OperatorKind::Add, &[output, stream], Fusion::BiasResidual)
 }
 
@@ -351,6 +361,7 @@ fn feed_forward(
             }
         }
     };
+    b.drop_at(DropoutSite::FeedForwardOutput, output);
     b.elementwise("feed_forward_residual", OperatorKind::Add, &[output, stream], Fusion::BiasResidual)
 }
 

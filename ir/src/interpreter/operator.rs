@@ -55,7 +55,8 @@ pub fn apply(op: &Op, operands: &[&Array], result: &Result) -> Array {
         Op::Rotary { base } => rotary(operands[0], *base, 1.0),
         Op::RotaryGradient { base } => rotary(operands[0], *base, -1.0),
         Op::Rename => Array { dims: result.dims.to_vec(), data: operands[0].data.clone() },
-        Op::Cast => operands[0].clone(),
+        // The interpreter has no random numbers: it runs programs without dropout.
+        Op::Cast | Op::Dropout(_) => operands[0].clone(),
         Op::MaskColumns(columns) => mask_columns(operands[0], *columns as usize, result),
         Op::ReduceSum | Op::SumTokens => sum_of_products(operands, result.dims),
         Op::ReduceMax => reduce_max(operands[0], result.dims),

@@ -87,7 +87,8 @@ pub fn work_of_run(run: &Run, in_head: bool) -> Option<Work> {
 pub fn work_of(op: &Op, in_head: bool) -> Option<Work> {
     let arithmetic = if in_head { OperatorClass::Loss } else { OperatorClass::Arithmetic };
     Some(match op {
-        Op::Rename | Op::Seed => return None,
+        // Estimates know of no dropout: its time goes with the operator before it.
+        Op::Rename | Op::Seed | Op::Dropout(_) => return None,
         Op::Contraction => Work::Product,
         Op::FlashAttention { .. } | Op::FlashAttentionGradient { .. } => Work::Attention,
         Op::Lookup | Op::LookupGradient => Work::Class(OperatorClass::Embedding),

@@ -11,9 +11,11 @@ use super::gradient::{add_operator, add_value};
 use super::steps::{Charged, LocalValue, RankBody, Step, Use};
 use super::{Executor, MicroBatches};
 use crate::Error;
+use crate::data::{BatchShape, sample_index};
 use crate::operators::run::apply_run;
-use crate::operators::{Operand, Place, ResultShape, apply};
+use crate::operators::{Dropping, Operand, Place, ResultShape, apply};
 use crate::tensor::Tensor;
+use crate::train::Dropout;
 
 /// Values of one body for one layer and micro-batch.
 pub struct Frame {
@@ -106,6 +108,7 @@ impl Executor<'_> {
         input: &MicroBatches,
     ) -> Result<(), Error> {
         let reference = |parameter: u32| ParameterRef { body, layer, parameter };
+        let dropping = self.dropping(layer, batch);
         for Charged { step, account } in steps {
             match step {
                 Step::Input(kind, value) => {
@@ -116,7 +119,7 @@ impl Executor<'_> {
                     frame.values[*value] = Some(held.weight.clone());
                 }
                 Step::Compute(op, uses, value, place) => {
-                    let shape = self.shape(&code.values[*value], *place);
+                    let shape = self.shape(&code.values[*value], Place { dropping, ..*place });
                     let result = apply(op, frame.operands(uses), &shape);
                     frame.values[*value] = Some(result);
                 }
@@ -131,7 +134,7 @@ impl Executor<'_> {
                 Step::Run(run) => {
                     let uses: Vec<Use> =
                         run.operands.iter().map(|(value, last)| Use { value: value.0 as usize, last: *last }).collect();
-                    for (value, result) in apply_run(run, frame.operands(&uses), &self.memory) {
+                    for (value, result) in apply_run(run, frame.operands(&uses), &self.memory, dropping) {
                         frame.values[value.0 as usize] = Some(result);
                     }
                 }
@@ -163,6 +166,15 @@ impl Executor<'_> {
             }
         }
         Ok(())
+    }
+
+    /// What a pass for a layer and a micro-batch drops.
+    fn dropping(&self, layer: u64, batch: u64) -> Option<Dropping> {
+        let (Dropout { hidden, attention }, seed) = self.dropout?;
+        let strategy = &self.plan.strategy;
+        let shape = BatchShape { data_parallel: strategy.data_parallel, micro_batch: strategy.micro_batch };
+        let first_sequence = sample_index(0, shape, batch, self.place.place.data.index, 0);
+        Some(Dropping { hidden, attention, seed, step: self.steps, layer, first_sequence })
     }
 
     fn shape<'s>(&'s self, value: &'s LocalValue, place: Place) -> ResultShape<'s> {

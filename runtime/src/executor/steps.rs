@@ -239,8 +239,10 @@ impl Context<'_> {
             vocabulary_start: start(DimName::Vocabulary).0,
             heads: start(DimName::KeyValueHeads),
             queries: start(DimName::QueriesPerKeyValue),
-            // That of the step, known when it runs.
+            positions: start(DimName::Sequence),
+            // Those of the step, known when it runs.
             seed: 0.0,
+            dropping: None,
         }
     }
 }

@@ -14,13 +14,18 @@ use crate::Error;
 use crate::communicator::Reduction;
 use crate::optimizer::{AdamW, State, adamw, sum_of_squares};
 use crate::tensor::ValuesMut;
+use crate::train::Dropout;
 
 /// Added to the norm before the clipping coefficient is taken (PyTorch's `clip_grad_norm_`).
 const CLIP_EPSILON: f64 = 1e-6;
 
-/// What the optimizer does in a step.
+/// What a step does that is no matter of its plan.
 #[derive(Clone, Copy, Debug)]
 pub struct StepOptions {
+    /// Probabilities with which activations are dropped.
+    pub dropout: Dropout,
+    /// Seed of what is dropped.
+    pub seed: u64,
     /// Step size.
     pub learning_rate: f64,
     /// Decays of the moments.

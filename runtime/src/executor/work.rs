@@ -78,7 +78,8 @@ fn add_forward(work: &mut StepWork, body: &RankBody, count: f64) {
     add_products(work, body, &body.forward, count);
     let in_head = body.output_gradient.is_none();
     for charged in &body.forward {
-        for (op, operands, result) in operators_of(&charged.step) {
+        let working = operators_of(&charged.step).into_iter().filter(|(op, ..)| work_of(op, in_head).is_some());
+        for (op, operands, result) in working {
             let kind = match &charged.step {
                 Step::Run(run) => work_of_run(run, in_head),
                 _ => work_of(&op, in_head),

@@ -5,10 +5,11 @@
 //! strips of the keys that the block may see; scores exist for one block and one strip. Backward needs each
 //! query's maximum and sum of exponentials first; where one strip holds all keys its scores serve again.
 
-use ir::graph::DimName;
+use ir::graph::{DimName, DropoutSite};
 use ir::program::AttentionOperand;
 use multiversion::multiversion;
 
+use super::dropout::Mask;
 use super::exponential::exp;
 use super::matrix::{Extents, Matrix, MatrixMut, multiply, readable};
 use super::{ResultShape, in_format, parallel, vector};
@@ -52,6 +53,8 @@ struct Core<'a> {
     queries: usize,
     scale: f32,
     alibi: bool,
+    /// Of the weights, `[sequences, heads, queries, positions, keys]`; none if none are dropped.
+    mask: Option<Mask>,
     result: &'a ResultShape<'a>,
 }
 
@@ -74,7 +77,7 @@ struct Statistics {
     along: Vec<f32>,
 }
 
-/// softmax(scale · query · keysᵀ, masked) · values. Operands: query, keys, values.
+/// dropout(softmax(scale · query · keysᵀ, masked)) · values. Operands: query, keys, values.
 pub fn attention(operands: [&Tensor; 3], scale: f64, alibi: bool, result: &ResultShape) -> Tensor {
     let [query, keys, values] = operands.map(|operand| readable(operand, LAYOUT, result.memory));
     let core = Core::new([&query, &keys, &values], scale, alibi, result);
@@ -129,7 +132,8 @@ pub fn attention_gradients(
         });
         core.for_each_head(|sequence, head| {
             let size = BLOCK * STRIP.min(core.keys.1.positions);
-            let mut buffers = [vec![0.0; size], vec![0.0; size]];
+            let kept = if core.mask.is_some() { size } else { 0 };
+            let mut buffers = [size, size, kept].map(|size| vec![0.0; size]);
             for block in core.blocks(sequence, head) {
                 core.differentiate(block, gradient, wanted, targets, &mut buffers);
             }
@@ -148,14 +152,20 @@ impl<'a> Core<'a> {
         let [query, keys, values] = operands;
         let heads =
             |operand: &'a Tensor, position, width| (operand.values(), Heads::new(&operand.dims, position, width));
+        let [sequences, positions] = [DimName::MicroBatch, DimName::Sequence].map(|name| (name, query.extent(name)));
+        let [groups, queries] =
+            [DimName::KeyValueHeads, DimName::QueriesPerKeyValue].map(|name| (name, query.extent(name)));
+        let seen = (DimName::KeySequence, keys.extent(DimName::KeySequence));
+        let weights = [sequences, groups, queries, positions, seen];
         Core {
             query: heads(query, DimName::Sequence, DimName::HeadDim),
             keys: heads(keys, DimName::KeySequence, DimName::HeadDim),
             values: heads(values, DimName::KeySequence, DimName::ValueDim),
-            heads: query.extent(DimName::KeyValueHeads),
-            queries: query.extent(DimName::QueriesPerKeyValue),
+            heads: groups.1,
+            queries: queries.1,
             scale: scale as f32,
             alibi,
+            mask: Mask::of(DropoutSite::Attention, &weights, &result.place),
             result,
         }
     }
@@ -192,7 +202,9 @@ impl<'a> Core<'a> {
         for (start, length) in self.strips(block) {
             self.score(block, (start, length), scores);
             for (row, scores) in scores.chunks_mut(length).take(block.rows).enumerate() {
-                let shrunk = statistics.extend(row, &mut scores[..block.open(row, start, length)], None);
+                let open = &mut scores[..block.open(row, start, length)];
+                let shrunk = statistics.extend(row, open, None);
+                self.drop_weights(block, row, start, open);
                 vector::scale(&mut context[row * width..(row + 1) * width], shrunk);
             }
             let extents = Extents { rows: block.rows, columns: width, summed: length };
@@ -220,6 +232,14 @@ impl<'a> Core<'a> {
         }
     }
 
+    /// Drops among the weights of a row and the keys from `start` on.
+    fn drop_weights(&self, block: Block, row: usize, start: usize, weights: &mut [f32]) {
+        let Some(mask) = &self.mask else { return };
+        let head = (block.sequence * self.heads + block.head) * self.queries + block.query;
+        let row = head * self.query.1.positions + block.start + row;
+        mask.apply(row * self.keys.1.positions + start, weights);
+    }
+
     /// Adds a block's part of the gradients to the targets of query, keys and values.
     fn differentiate(
         &self,
@@ -227,12 +247,12 @@ impl<'a> Core<'a> {
         gradient: (Values, Heads),
         wanted: [bool; 3],
         targets: [MatrixMut; 3],
-        [scores, products]: &mut [Vec<f32>; 2],
+        [scores, products, kept]: &mut [Vec<f32>; 3],
     ) {
         let mut statistics = Statistics::new();
         for strip in self.strips(block) {
             self.score(block, strip, scores);
-            self.weigh(block, gradient, strip, products);
+            self.weigh(block, gradient, strip, [products, kept]);
             let rows = scores.chunks_mut(strip.1).zip(products.chunks(strip.1)).take(block.rows);
             for (row, (scores, products)) in rows.enumerate() {
                 let open = block.open(row, strip.0, strip.1);
@@ -243,7 +263,7 @@ impl<'a> Core<'a> {
         for strip in self.strips(block) {
             if again {
                 self.score(block, strip, scores);
-                self.weigh(block, gradient, strip, products);
+                self.weigh(block, gradient, strip, [products, kept]);
             }
             let rows = scores.chunks_mut(strip.1).zip(products.chunks_mut(strip.1)).take(block.rows);
             for (row, (weights, products)) in rows.enumerate() {
@@ -257,16 +277,35 @@ impl<'a> Core<'a> {
                 let along = statistics.along[row] * scale;
                 vector::scale(weights, scale);
                 vector::zip(products, weights, |product, weight| weight * (product - along) * self.scale);
+                if self.mask.is_some() {
+                    vector::zip(weights, &kept[row * strip.1..], |weight, kept| weight * kept);
+                }
             }
             self.add_products(block, gradient, wanted, targets, strip, [scores, products]);
         }
     }
 
-    /// Gradients of a block's weights along a strip, row after row.
-    fn weigh(&self, block: Block, gradient: (Values, Heads), (start, length): (usize, usize), into: &mut [f32]) {
+    /// Gradients of a block's weights along a strip, row after row, and with dropout what it makes of ones.
+    fn weigh(
+        &self,
+        block: Block,
+        gradient: (Values, Heads),
+        (start, length): (usize, usize),
+        [into, kept]: [&mut [f32]; 2],
+    ) {
         let extents = Extents { rows: block.rows, columns: length, summed: self.values.1.width };
         let values = matrix(self.values, block, start).transposed();
         multiply(extents, matrix(gradient, block, block.start), values, MatrixMut::new(into, length, 1), false, false);
+        if self.mask.is_none() {
+            return;
+        }
+        for (row, (products, kept)) in into.chunks_mut(length).zip(kept.chunks_mut(length)).take(block.rows).enumerate()
+        {
+            let kept = &mut kept[..block.open(row, start, length)];
+            kept.fill(1.0);
+            self.drop_weights(block, row, start, kept);
+            vector::zip(products, kept, |product, kept| product * kept);
+        }
     }
 
     fn add_products(

@@ -12,7 +12,7 @@ use ir::graph::DimName;
 use ir::program::{Instruction, Op, ValueId};
 
 use super::attention::attention_gradients;
-use super::{Operand, Place, ResultShape, apply};
+use super::{Dropping, Operand, Place, ResultShape, apply};
 use crate::tensor::{Format, Memory, Tensor};
 
 /// Shape and format of a value on the rank.
@@ -128,19 +128,25 @@ pub fn attention_gradient_runs(instructions: &[Instruction]) -> Vec<Range<usize>
     runs
 }
 
-/// Computes a run. Operands are those that the run lists; gives the results that are read after it.
-pub fn apply_run(run: &Run, operands: Vec<Operand>, memory: &Memory) -> Vec<(ValueId, Tensor)> {
+/// Computes a run in a pass that drops `dropping`. Operands are those that the run lists; gives the results that
+/// are read after it.
+pub fn apply_run(
+    run: &Run,
+    operands: Vec<Operand>,
+    memory: &Memory,
+    dropping: Option<Dropping>,
+) -> Vec<(ValueId, Tensor)> {
     match run.how {
-        How::Rows(width) => row::apply(run, width, &operands, memory),
-        How::AttentionGradients => gradients(run, &operands, memory),
-        How::Apart => apart(run, operands, memory),
+        How::Rows(width) => row::apply(run, width, &operands, memory, dropping),
+        How::AttentionGradients => gradients(run, &operands, memory, dropping),
+        How::Apart => apart(run, operands, memory, dropping),
     }
 }
 
 impl Step {
-    fn result<'a>(&'a self, memory: &'a Memory) -> ResultShape<'a> {
+    fn result<'a>(&'a self, memory: &'a Memory, dropping: Option<Dropping>) -> ResultShape<'a> {
         let LocalShape { dims, format } = &self.shape;
-        ResultShape { memory, dims, format: *format, place: self.place }
+        ResultShape { memory, dims, format: *format, place: Place { dropping, ..self.place } }
     }
 }
 
@@ -156,7 +162,7 @@ fn are_attention_gradients(steps: &[Step]) -> bool {
     steps.iter().all(|step| gradient(step) && step.operands == steps[0].operands && step.kept)
 }
 
-fn gradients(run: &Run, operands: &[Operand], memory: &Memory) -> Vec<(ValueId, Tensor)> {
+fn gradients(run: &Run, operands: &[Operand], memory: &Memory, dropping: Option<Dropping>) -> Vec<(ValueId, Tensor)> {
     let of = |source: &Source| match source {
         Source::Outside(operand) => operands[*operand].tensor(),
         Source::Step(_) => unreachable!("gradients of one core do not read each other"),
@@ -169,7 +175,7 @@ fn gradients(run: &Run, operands: &[Operand], memory: &Memory) -> Vec<(ValueId, 
         _ => unreachable!("the run was planned so"),
     };
     let wanted = [0, 1, 2].map(|at| run.steps.iter().any(|step| part(&step.op) == at));
-    let found = attention_gradients(wanted, tensors, scale, alibi, &step.result(memory));
+    let found = attention_gradients(wanted, tensors, scale, alibi, &step.result(memory, dropping));
     let mut found = [found.query, found.keys, found.values];
     let finish = |step: &Step| {
         let gradient = found[part(&step.op)].take().expect("each gradient was asked for");
@@ -179,7 +185,7 @@ fn gradients(run: &Run, operands: &[Operand], memory: &Memory) -> Vec<(ValueId, 
 }
 
 /// One operator after another.
-fn apart(run: &Run, operands: Vec<Operand>, memory: &Memory) -> Vec<(ValueId, Tensor)> {
+fn apart(run: &Run, operands: Vec<Operand>, memory: &Memory, dropping: Option<Dropping>) -> Vec<(ValueId, Tensor)> {
     let mut outside: Vec<Option<Operand>> = operands.into_iter().map(Some).collect();
     let mut results: Vec<Option<Tensor>> = Vec::new();
     for (at, step) in run.steps.iter().enumerate() {
@@ -206,7 +212,7 @@ fn apart(run: &Run, operands: Vec<Operand>, memory: &Memory) -> Vec<(ValueId, Te
                 Operand::Borrowed(results[earlier].as_ref().expect("it is read until its last step"))
             }
         });
-        let result = apply(&step.op, given.collect(), &step.result(memory));
+        let result = apply(&step.op, given.collect(), &step.result(memory, dropping));
         results.push(Some(result));
     }
     let kept = run.steps.iter().zip(results).filter(|(step, _)| step.kept);

@@ -52,17 +52,18 @@ impl Region {
         while at < range.end {
             let inside = at % run.length;
             let length = (run.length - inside).min(range.end - at);
-            f(run.start + inside + outer_offset(&outer, run.whole, at / run.length), length);
+            f(run.start + inside + outer_offset(outer, run.whole, at / run.length), length);
             at += length;
         }
     }
 
     /// Innermost dims that form one run, and the dims around them.
-    fn split_run(&self) -> (Span, Vec<Span>) {
-        let mut outer = self.spans.clone();
+    fn split_run(&self) -> (Span, &[Span]) {
+        let mut outer = self.spans.as_slice();
         let mut run = Span::whole(1);
         while run.start == 0 && run.length == run.whole {
-            let Some(span) = outer.pop() else { break };
+            let Some((span, around)) = outer.split_last() else { break };
+            outer = around;
             let inner = run.whole;
             run = Span { whole: span.whole * inner, start: span.start * inner, length: span.length * inner };
         }

@@ -4,9 +4,10 @@ use ir::program::{Op, ValueId};
 use rayon::prelude::*;
 
 use super::{LocalShape, Run, Source, Step};
+use crate::operators::dropout::Mask;
 use crate::operators::elementwise::{Reading, Row};
 use crate::operators::rows::own_row;
-use crate::operators::{Operand, activation, exponential, norm, parallel, softmax, vector};
+use crate::operators::{Dropping, Operand, Place, activation, exponential, norm, parallel, softmax, vector};
 use crate::tensor::{Format, Memory, Tensor, ValuesMut, size_of};
 
 /// The width of the rows in which a run can be computed, if it can.
@@ -30,7 +31,9 @@ pub fn width(steps: &[Step], outside: &[LocalShape]) -> Option<usize> {
     };
     let computable = |step: &Step| match step.op {
         Op::Add | Op::Subtract | Op::Multiply | Op::Divide => true,
-        Op::Gelu | Op::Silu | Op::Exp | Op::Cast | Op::Scale(_) => whole(of(&step.operands[0])) == whole(&step.shape),
+        Op::Gelu | Op::Silu | Op::Exp | Op::Cast | Op::Scale(_) | Op::Dropout(_) => {
+            whole(of(&step.operands[0])) == whole(&step.shape)
+        }
         Op::Norm { .. } | Op::Softmax => whole(of(&step.operands[0])),
         Op::ScaleMask { .. } | Op::ScaleMaskGradient { .. } => whole(of(&step.operands[0])),
         Op::SoftmaxGradient => step.operands.iter().all(|source| whole(of(source))),
@@ -46,6 +49,8 @@ pub fn width(steps: &[Step], outside: &[LocalShape]) -> Option<usize> {
 struct Shared<'a> {
     run: &'a Run,
     operands: Vec<(&'a Tensor, Reading<'a>)>,
+    /// Of each step that drops something.
+    masks: Vec<Option<Mask>>,
     dims: Vec<(ir::graph::DimName, usize)>,
     width: usize,
 }
@@ -57,13 +62,23 @@ struct Buffers {
 }
 
 /// Computes a run in rows.
-pub fn apply(run: &Run, width: usize, operands: &[Operand], memory: &Memory) -> Vec<(ValueId, Tensor)> {
+pub fn apply(
+    run: &Run,
+    width: usize,
+    operands: &[Operand],
+    memory: &Memory,
+    dropping: Option<Dropping>,
+) -> Vec<(ValueId, Tensor)> {
     let largest = run.steps.iter().max_by_key(|step| size_of(&step.shape.dims)).expect("a run has steps");
     let dims = largest.shape.dims.clone();
     let rows = size_of(&dims) / width;
     let tensors = operands.iter().map(Operand::tensor);
     let readings = tensors.map(|tensor| (tensor, Reading::new(tensor, dims.len() - 1, &dims))).collect();
-    let shared = Shared { run, operands: readings, dims, width };
+    let mask = |step: &Step| match step.op {
+        Op::Dropout(site) => Mask::of(site, &step.shape.dims, &Place { dropping, ..step.place }),
+        _ => None,
+    };
+    let shared = Shared { run, operands: readings, masks: run.steps.iter().map(mask).collect(), dims, width };
     let kept: Vec<usize> = (0..run.steps.len()).filter(|step| run.steps[*step].kept).collect();
     let stale = |step: &usize| {
         let LocalShape { dims, format } = &run.steps[*step].shape;
@@ -91,7 +106,7 @@ impl Shared<'_> {
         let mut buffers = Buffers { steps, operands: vec![Vec::new(); 3] };
         let mut scratch = Vec::new();
         for row in start..end {
-            for at in 0..self.run.steps.len() {
+            for at in (0..self.run.steps.len()).filter(|at| !self.passes_on(*at)) {
                 self.step(row, at, &mut buffers);
             }
             for (at, part) in kept.iter().zip(&mut parts) {
@@ -99,6 +114,20 @@ impl Shared<'_> {
                 let place = (row - start) * found.len();
                 part.write(place..place + found.len(), &mut scratch, |numbers| numbers.copy_from_slice(found));
             }
+        }
+    }
+
+    /// Whether a step is a dropout that drops nothing: what reads it reads its operand.
+    fn passes_on(&self, step: usize) -> bool {
+        let Step { op, kept, .. } = &self.run.steps[step];
+        matches!(op, Op::Dropout(_)) && self.masks[step].is_none() && !kept
+    }
+
+    /// Where the numbers of a source come from.
+    fn origin(&self, source: Source) -> Source {
+        match source {
+            Source::Step(step) if self.passes_on(step) => self.origin(self.run.steps[step].operands[0]),
+            other => other,
         }
     }
 
@@ -111,7 +140,7 @@ impl Shared<'_> {
         let mut rows: [Option<Row>; 3] = [None; 3];
         for (place, source) in step.operands.iter().enumerate() {
             let scratch = scratch.next().expect("an operand's buffer");
-            rows[place] = match *source {
+            rows[place] = match self.origin(*source) {
                 Source::Step(earlier_step) => Some(row_of(&earlier[earlier_step], self.width)),
                 Source::Outside(operand) if self.operands[operand].0.format() != Format::Index => {
                     Some(self.operands[operand].1.row(row, 0, self.width, &self.dims, scratch))
@@ -133,6 +162,11 @@ impl Shared<'_> {
             (Op::Silu, ..) => vector::map(into, activation::silu),
             (Op::Exp, ..) => vector::map(into, exponential::exp),
             (Op::Scale(factor), ..) => vector::scale(into, factor as f32),
+            (Op::Dropout(_), ..) => {
+                if let Some(mask) = &self.masks[at] {
+                    mask.apply(row * self.width, into);
+                }
+            }
             (Op::Norm { kind, epsilon }, Some(Row::Numbers(weight)), bias) => {
                 let bias = bias.map(numbers);
                 norm::normalize(kind, into, weight, bias, epsilon as f32);
