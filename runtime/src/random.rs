@@ -55,8 +55,9 @@ impl Stream {
 
     /// The stream of a dropout mask; steps are counted over the whole run, layers over the model.
     ///
-    /// Equal places give equal masks, in forward, recomputation and backward. The micro-batch is not part of the name but of the element's index: masks are regions of the whole
-    /// `[global_batch, …]` activation, so that they do not depend on how a batch is cut into micro-batches.
+    /// Equal places give equal masks, in forward, recomputation and backward. The micro-batch is not part of the
+    /// name but of the element's index: masks are regions of the whole `[global_batch, …]` activation, so that they
+    /// do not depend on how a batch is cut into micro-batches.
     pub fn dropout(seed: u64, step: u64, layer: u64, site: DropoutSite) -> Stream {
         let site = match site {
             DropoutSite::Embedding => "embedding",

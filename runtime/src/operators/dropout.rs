@@ -41,6 +41,9 @@ impl Mask {
             DropoutSite::Attention => dropping.attention,
             DropoutSite::Embedding | DropoutSite::AttentionOutput | DropoutSite::FeedForwardOutput => dropping.hidden,
         };
+        if probability <= 0.0 {
+            return None;
+        }
         let stream = Stream::dropout(dropping.seed, dropping.step, dropping.layer, site);
         let part = |(start, whole): (usize, usize), length| Span { whole: whole as u64, start: start as u64, length };
         let first = dropping.first_sequence;
@@ -53,8 +56,7 @@ impl Mask {
             // The typing rules keep all others whole.
             (_, length) => Span::whole(length),
         };
-        let region = Region { spans: dims.iter().map(span).collect() };
-        (probability > 0.0).then_some(Mask { stream, region, probability })
+        Some(Mask { stream, region: Region { spans: dims.iter().map(span).collect() }, probability })
     }
 
     /// Drops among local elements `start`, `start` + 1, …, row-major.
