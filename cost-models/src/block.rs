@@ -45,6 +45,10 @@ pub struct BlockCost {
     pub backward_kernels: u64,
     /// Exchanges of the context and the expert axis in the forward pass; backward has as many.
     pub exchange: Seconds,
+    /// The part of `forward` that full recomputation repeats.
+    pub repeated: Seconds,
+    /// The part of `forward_communication` that full recomputation repeats.
+    pub repeated_communication: Seconds,
     /// Tensors kept for backward if nothing is recomputed.
     pub kept: Bytes,
     /// The part of `kept` that recomputing the attention core avoids.
@@ -77,8 +81,9 @@ pub struct BlockCase<'a> {
 /// Costs one execution of a block.
 pub fn block_cost(block: &Block, case: BlockCase) -> BlockCost {
     let mut cost = BlockCost { input: input_bytes(block, case), ..BlockCost::default() };
-    add_computation(block, case, &mut cost);
-    add_communication(block, case, &mut cost);
+    let repeated = repeated_nodes(block, case);
+    add_computation(block, case, &repeated, &mut cost);
+    add_communication(block, case, &repeated, &mut cost);
     cost.exchange = expert_exchange_time(block, case) + context_exchange_time(block, case, cost.attention_core);
     add_kept(block, case, &mut cost);
     cost
@@ -100,7 +105,27 @@ fn input_bytes(block: &Block, case: BlockCase) -> Bytes {
     inputs.map(|node| Bytes(case.bytes(block, node) as u64)).sum()
 }
 
-fn add_computation(block: &Block, case: BlockCase, cost: &mut BlockCost) {
+/// Operators that full recomputation computes again: all, or those that lead to a tensor that backward reads.
+fn repeated_nodes(block: &Block, case: BlockCase) -> Vec<bool> {
+    if !case.machine.stack.kernels.repeats_needed_only {
+        return vec![true; block.graph.node_count()];
+    }
+    let mut repeated = vec![false; block.graph.node_count()];
+    let mut open: Vec<NodeIndex> = Vec::new();
+    for node in block.graph.node_indices() {
+        let kind = &block.graph[node].kind;
+        open.extend(needs_inputs(kind).then(|| block.operands(node)).into_iter().flatten());
+        open.extend(needs_output(kind).then_some(node));
+    }
+    while let Some(node) = open.pop() {
+        if !std::mem::replace(&mut repeated[node.index()], true) {
+            open.extend(block.operands(node));
+        }
+    }
+    repeated
+}
+
+fn add_computation(block: &Block, case: BlockCase, repeated: &[bool], cost: &mut BlockCost) {
     let flash = case.machine.stack.kernels.flash_attention;
     for product in products(block, case) {
         if flash && product.attention_core {
@@ -114,6 +139,9 @@ fn add_computation(block: &Block, case: BlockCase, cost: &mut BlockCost) {
         if product.attention_core {
             cost.attention_core += forward;
         }
+        if repeated[product.node.index()] {
+            cost.repeated += forward;
+        }
     }
     for kernel in elementwise_kernels(block, case) {
         if flash && kernel.attention_core {
@@ -126,11 +154,15 @@ fn add_computation(block: &Block, case: BlockCase, cost: &mut BlockCost) {
         if kernel.attention_core {
             cost.attention_core += kernel.forward;
         }
+        if kernel.members.iter().any(|node| repeated[node.index()]) {
+            cost.repeated += kernel.forward;
+        }
     }
     if let Some(experts) = &case.machine.stack.kernels.experts
         && block.graph.node_weights().any(|operator| operator.kind == OperatorKind::Dispatch)
     {
         cost.forward += experts.routing.value;
+        cost.repeated += experts.routing.value;
         cost.backward += experts.routing.value;
     }
     if flash {
@@ -142,6 +174,7 @@ fn add_computation(block: &Block, case: BlockCase, cost: &mut BlockCost) {
         let measured = case.machine.device.flash_attention_backward.as_ref();
         cost.backward += forward * measured.map_or(FLASH_BACKWARD_PER_FORWARD, |ratio| ratio.value);
         cost.attention_core += forward;
+        cost.repeated += forward;
     }
 }
 
@@ -171,6 +204,8 @@ fn product_times(product: &Product, case: BlockCase) -> [Seconds; 2] {
 }
 
 struct Product {
+    /// The first of those that are joined.
+    node: NodeIndex,
     shape: MatmulShape,
     format: MatmulFormat,
     grouped: bool,
@@ -194,7 +229,7 @@ fn products(block: &Block, case: BlockCase) -> Vec<Product> {
                 let weights = block.graph[operands[1]].is_parameter() && matches!(block.role, BlockRole::Layers(_));
                 let format = if weights { case.machine.matmul_format } else { MatmulFormat::Model };
                 let grouped = matches!(operator.kind, OperatorKind::GroupedContraction { .. });
-                products.push((input, Product { shape, format, grouped, attention_core: operator.attention_core }));
+                products.push((input, Product { node, shape, format, grouped, attention_core: operator.attention_core }));
             }
         }
     }
@@ -234,6 +269,7 @@ fn product_shape(block: &Block, node: NodeIndex, case: BlockCase) -> Option<Matm
 }
 
 struct Kernel {
+    members: Vec<NodeIndex>,
     forward: Seconds,
     backward: Seconds,
     attention_core: bool,
@@ -298,7 +334,7 @@ fn elementwise_kernel(block: &Block, members: &[NodeIndex], case: BlockCase) -> 
             (time(read + outputs, bandwidth), time(outputs + kept + read, bandwidth))
         }
     };
-    Some(Kernel { forward, backward, attention_core })
+    Some(Kernel { members: members.to_vec(), forward, backward, attention_core })
 }
 
 /// The class whose rates a device profile may give. In the head all but norm and product belongs to the loss.
@@ -368,24 +404,30 @@ fn needs_output(kind: &OperatorKind) -> bool {
 /// in backward (Megatron's f), once for all products that read it. With sequence parallelism each
 /// all_reduce is a reduce_scatter there and an all_gather on the other side, and the gathered input is
 /// gathered once more in backward for the weight's gradient (arXiv 2205.05198, section 4.2.2).
-fn add_communication(block: &Block, case: BlockCase, cost: &mut BlockCost) {
+fn add_communication(block: &Block, case: BlockCase, repeated: &[bool], cost: &mut BlockCost) {
     if case.split.tensor_parallel == 1 {
         return;
     }
     let shown = 1.0 - case.machine.stack.overlap.tensor.as_ref().map_or(0.0, |hidden| hidden.value);
-    let time = |kind, bytes: f64| collective_time(kind, Bytes(bytes as u64), case.tensor_group, case.machine) * shown;
+    let [waiting, _] = case.machine.waiting();
+    let time = |kind, bytes: f64| {
+        waiting + collective_time(kind, Bytes(bytes as u64), case.tensor_group, case.machine) * shown
+    };
     let pair = |bytes| time(CollectiveKind::ReduceScatter, bytes) + time(CollectiveKind::AllGather, bytes);
     let mut split_inputs: Vec<NodeIndex> = Vec::new();
     for node in block.graph.node_indices() {
         let operands = block.operands(node);
         let whole_bytes = message_bytes(block, node, case);
         if is_partial(block, node, &operands, case) {
-            match case.split.sequence_parallel && block.graph[node].output.extent(DimName::Hidden).is_some() {
-                true => {
-                    cost.forward_communication += time(CollectiveKind::ReduceScatter, whole_bytes);
-                    cost.backward_communication += time(CollectiveKind::AllGather, whole_bytes);
-                }
-                false => cost.forward_communication += time(CollectiveKind::AllReduce, whole_bytes),
+            let scatters = case.split.sequence_parallel && block.graph[node].output.extent(DimName::Hidden).is_some();
+            let kind = if scatters { CollectiveKind::ReduceScatter } else { CollectiveKind::AllReduce };
+            let reduction = time(kind, whole_bytes);
+            cost.forward_communication += reduction;
+            if repeated[node.index()] {
+                cost.repeated_communication += reduction;
+            }
+            if scatters {
+                cost.backward_communication += time(CollectiveKind::AllGather, whole_bytes);
             }
         } else if splits_its_input(block, node, &operands, case) {
             split_inputs.push(before_dispatch(block, operands[0]));
@@ -399,6 +441,10 @@ fn add_communication(block: &Block, case: BlockCase, cost: &mut BlockCost) {
             true => {
                 cost.forward_communication += time(CollectiveKind::AllGather, bytes);
                 cost.backward_communication += pair(bytes);
+                // What is gathered for the repeated product serves the weight's gradient, if nothing is done twice.
+                if !case.machine.stack.kernels.repeats_needed_only {
+                    cost.repeated_communication += time(CollectiveKind::AllGather, bytes);
+                }
             }
             false => cost.backward_communication += time(CollectiveKind::AllReduce, bytes),
         }

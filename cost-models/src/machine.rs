@@ -4,7 +4,7 @@ use hardware_profiles::device::MatmulFormat;
 use hardware_profiles::{ClusterProfile, DeviceProfile, StackProfile};
 use ir::model::DType;
 use ir::provenance::Provenance;
-use ir::units::{Bytes, BytesPerSecond, FlopsPerSecond};
+use ir::units::{Bytes, BytesPerSecond, FlopsPerSecond, Seconds};
 
 /// Device, cluster and stack, with the node size in use.
 #[derive(Clone, Debug)]
@@ -36,6 +36,13 @@ impl Machine {
     pub fn streaming_bandwidth(&self) -> BytesPerSecond {
         let speed = self.stack.kernels.streaming_speed.as_ref().map_or(1.0, |speed| speed.value);
         self.device.memory_bandwidth.value * self.device.memory_efficiency.value * speed
+    }
+
+    /// Time that ranks wait for one another at a collective that the computation stops for, and at one that was
+    /// started before.
+    pub fn waiting(&self) -> [Seconds; 2] {
+        let waiting = self.stack.overlap.waiting.as_ref();
+        waiting.map_or([Seconds(0.0); 2], |waiting| [waiting.blocking.value, waiting.started.value])
     }
 
     /// Memory that a plan may use: the device's, less the stack's margin.

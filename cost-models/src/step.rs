@@ -148,7 +148,7 @@ fn block_time(scenario: Scenario, block: CostedBlock, strategy: &Strategy, recom
         Recompute::None => (Seconds(0.0), Seconds(0.0)),
         Recompute::Selective if scenario.machine.stack.kernels.flash_attention => (Seconds(0.0), Seconds(0.0)),
         Recompute::Selective => (cost.attention_core, Seconds(0.0)),
-        Recompute::Full => (cost.forward, cost.forward_communication),
+        Recompute::Full => (cost.repeated, cost.repeated_communication),
     };
     let exchanges = match recompute {
         Recompute::None | Recompute::Selective => 2.0,
@@ -232,14 +232,16 @@ fn sharded_state_time(
         let held = parts.into_iter().filter(|(parameters, _)| *parameters > 0);
         held.map(|(parameters, group)| collective_time(kind, Bytes(parameters * per_parameter), group, machine)).sum()
     };
+    let [_, waiting] = machine.waiting();
     let scatter = time(CollectiveKind::ReduceScatter, bytes.gradient);
-    let gather = match strategy.zero_stage {
-        ZeroStage::Parameters => time(CollectiveKind::AllGather, bytes.weight),
-        ZeroStage::None | ZeroStage::OptimizerState | ZeroStage::Gradients => Seconds(0.0),
+    let (gather, gathers) = match strategy.zero_stage {
+        ZeroStage::Parameters => (time(CollectiveKind::AllGather, bytes.weight), 1.0),
+        ZeroStage::None | ZeroStage::OptimizerState | ZeroStage::Gradients => (Seconds(0.0), 0.0),
     };
     let covered = machine.stack.overlap.parameter_gather.value;
     let exposed = |communication: Seconds, pass: Seconds| exposed(communication, pass * covered, machine);
-    [exposed(gather, passes[0]), exposed(gather + scatter, passes[1])]
+    let forward = exposed(gather, passes[0]) + waiting * gathers;
+    [forward, exposed(gather + scatter, passes[1]) + waiting * (gathers + 1.0)]
 }
 
 /// What remains of communication that computation can cover for a time: the rest, and at least the part that
@@ -422,15 +424,17 @@ fn stage_tail(
         held.map(|(parameters, group)| collective_time(kind, Bytes(parameters * per_parameter), group, machine)).sum()
     };
     let covered = pass.backward * machine.stack.overlap.gradient_reduction.value;
-    let exposed = |reduction: Seconds| exposed(reduction, covered, machine);
+    let waiting = if strategy.data_parallel > 1 { machine.waiting() } else { [Seconds(0.0); 2] };
+    let exposed = |reduction: Seconds| waiting[1] + exposed(reduction, covered, machine);
+    let gather = || waiting[0] + time(CollectiveKind::AllGather, bytes.weight);
     let all_reduce = machine.stack.overlap.zero_one_all_reduces;
     let mut data = match strategy.zero_stage {
         ZeroStage::None => exposed(time(CollectiveKind::AllReduce, bytes.gradient)),
         ZeroStage::OptimizerState => {
             let kind = if all_reduce { CollectiveKind::AllReduce } else { CollectiveKind::ReduceScatter };
-            exposed(time(kind, bytes.gradient)) + time(CollectiveKind::AllGather, bytes.weight)
+            exposed(time(kind, bytes.gradient)) + gather()
         }
-        ZeroStage::Gradients => time(CollectiveKind::AllGather, bytes.weight),
+        ZeroStage::Gradients => gather(),
         ZeroStage::Parameters => Seconds(0.0),
     };
     data += tied_reduction_time(scenario, strategy, blocks, content);

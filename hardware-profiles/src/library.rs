@@ -141,6 +141,9 @@ pub(crate) fn check_stack(stack: &StackProfile, origin: &str) -> Vec<Problem> {
         ("memory.safety_margin", memory.safety_margin.value),
         ("relative_error_90", stack.relative_error_90.value),
     ];
+    let waiting = stack.overlap.waiting.iter().flat_map(|waiting| {
+        [("overlap.waiting.blocking", waiting.blocking.value.0), ("overlap.waiting.started", waiting.started.value.0)]
+    });
     let bytes = [
         ("memory.gradient_bytes.bf16", memory.gradient_bytes.bf16.value),
         ("memory.gradient_bytes.fp16", memory.gradient_bytes.fp16.value),
@@ -156,6 +159,7 @@ pub(crate) fn check_stack(stack: &StackProfile, origin: &str) -> Vec<Problem> {
     ];
     let mut problems = check_positive(origin, &[("kernels.matmul_speed", stack.kernels.matmul_speed.value)]);
     problems.extend(shares.iter().filter_map(|(field, share)| check_at_most(origin, field, *share, 1.0)));
+    problems.extend(waiting.filter_map(|(field, seconds)| check_at_most(origin, field, seconds, f64::MAX)));
     problems.extend(bytes.iter().filter_map(|(field, count)| check_at_most(origin, field, *count as f64, STATE_LIMIT)));
     for (field, _) in offers.iter().filter(|(_, empty)| *empty) {
         problems.push(at_field(format!("{field} is empty"), origin, field, "list at least one choice"));

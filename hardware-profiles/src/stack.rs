@@ -64,6 +64,10 @@ pub struct Kernels {
     pub joint_projections: bool,
     /// Whether a weight's gradient is added to the accumulator by the matrix kernel itself.
     pub fused_gradient_accumulation: bool,
+    /// Whether full recomputation repeats only what backward reads: the end of a block, whose result the next block
+    /// has, is not computed again.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub repeats_needed_only: bool,
     /// In-situ speed of matrix kernels relative to the same kernels alone.
     pub matmul_speed: Sourced<f64>,
     /// Least time between the starts of two kernels.
@@ -142,12 +146,26 @@ pub struct Overlap {
     /// How the context axis exchanges keys and values.
     #[serde(default)]
     pub context: ContextExchange,
+    /// What ranks wait for one another at a collective beyond its messages; nothing where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waiting: Option<Waiting>,
     /// Whether ZeRO-1 all_reduces gradients and then uses its part, instead of reduce_scatter.
     pub zero_one_all_reduces: bool,
     /// Whether sends between stages run beside computation.
     pub pipeline_sends: bool,
     /// Whether each tensor rank sends its slice of a replicated activation, which is then gathered.
     pub sliced_sends: bool,
+}
+
+/// Time that a collective takes beyond its messages where ranks are threads of a busy host: they reach it one after
+/// another, and the thread that communicates waits for its turn on a processor.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Waiting {
+    /// A collective that the computation stops for.
+    pub blocking: Sourced<Seconds>,
+    /// One that was started before and is waited for.
+    pub started: Sourced<Seconds>,
 }
 
 /// Times that no formula of shapes gives.

@@ -23,6 +23,10 @@ const SMALL: usize = 16;
 const BESIDE: usize = 1 << 20;
 /// Edge of the products beside which it is sent.
 const EDGE: usize = 256;
+/// Products between two collectives that ranks wait at.
+const BETWEEN: usize = 4;
+/// Collectives between two readings of the clock.
+const COLLECTIVES: usize = 20;
 
 /// What was measured.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -35,6 +39,10 @@ pub struct LinkRates {
     pub hop: f64,
     /// Share of a collective's time by which it delays the computation beside it.
     pub occupancy: f64,
+    /// Time that ranks wait for one another at a collective that the computation stops for.
+    pub blocking: f64,
+    /// The same for one that was started before.
+    pub started: f64,
 }
 
 /// Measures on all ranks together.
@@ -48,10 +56,11 @@ pub fn measure_links(world: &World, all: &Group) -> Result<LinkRates, Error> {
     let latency = time(MANY, || all.all_reduce(Reduction::Sum, &mut small))?;
     let bandwidth = measure_bandwidth(all, latency)?;
     let occupancy = measure_occupancy(all)?;
-    let mut rates = [hop, (latency - steps * hop).max(0.0), bandwidth, occupancy];
+    let [blocking, started] = measure_waiting(all)?.map(|waiting| (waiting - latency).max(0.0));
+    let mut rates = [hop, (latency - steps * hop).max(0.0), bandwidth, occupancy, blocking, started];
     all.all_reduce(Reduction::Sum, &mut rates)?;
-    let [hop, base, bandwidth, occupancy] = rates.map(|rate| rate / all.size() as f64);
-    Ok(LinkRates { bandwidth, base, hop, occupancy })
+    let [hop, base, bandwidth, occupancy, blocking, started] = rates.map(|rate| rate / all.size() as f64);
+    Ok(LinkRates { bandwidth, base, hop, occupancy, blocking, started })
 }
 
 /// Time of a small message between neighbours.
@@ -91,18 +100,9 @@ fn measure_bandwidth(all: &Group, latency: f64) -> Result<f64, Error> {
 fn measure_occupancy(all: &Group) -> Result<f64, Error> {
     let mut data = vec![1.0_f32; BESIDE];
     let alone = time(REPETITIONS, || all.all_reduce(Reduction::Max, &mut data))?;
-    let memory = Memory::default();
-    let dims = [[(Sequence, EDGE), (Hidden, EDGE)], [(Hidden, EDGE), (Intermediate, EDGE)]];
-    let [a, b] = dims.map(|dims| Tensor::zeros(&memory, &dims, Format::Single));
-    let result = [(Sequence, EDGE), (Intermediate, EDGE)];
-    let compute = |count: usize| {
-        let shape = ResultShape { memory: &memory, dims: &result, format: Format::Single, place: Place::WHOLE };
-        for _ in 0..count {
-            drop(apply(&Op::Contraction, vec![Operand::Borrowed(&a), Operand::Borrowed(&b)], &shape));
-        }
-    };
+    let operands = Computation::new();
     let one = time(REPETITIONS, || {
-        compute(1);
+        operands.compute(1);
         Ok(())
     })?;
     let mut counts = [(3.0 * alone / one).ceil().clamp(1.0, 1e4)];
@@ -110,16 +110,70 @@ fn measure_occupancy(all: &Group) -> Result<f64, Error> {
     let count = counts[0] as usize;
     let computing = time(REPETITIONS, || {
         all.barrier()?;
-        compute(count);
+        operands.compute(count);
         Ok(())
     })?;
     let both = time(REPETITIONS, || {
         all.barrier()?;
         let pending = all.start_all_reduce(Reduction::Max, vec![1.0_f32; BESIDE]);
-        compute(count);
+        operands.compute(count);
         pending.wait().map(drop)
     })?;
     Ok(((both - computing) / alone).clamp(0.0, 1.0))
+}
+
+/// How much longer equal computation takes for each small collective between its parts: where it stops for it, and
+/// where the collective is started before the last part.
+fn measure_waiting(all: &Group) -> Result<[f64; 2], Error> {
+    let operands = Computation::new();
+    let numbers = || vec![1.0_f32; SMALL];
+    let measure = |between: &dyn Fn() -> Result<(), Error>| {
+        time(REPETITIONS, || {
+            all.barrier()?;
+            (0..COLLECTIVES).try_for_each(|_| {
+                operands.compute(BETWEEN - 1);
+                between()
+            })
+        })
+    };
+    let computing = measure(&|| {
+        operands.compute(1);
+        Ok(())
+    })?;
+    let blocking = measure(&|| {
+        operands.compute(1);
+        all.all_reduce(Reduction::Max, &mut numbers())
+    })?;
+    let started = measure(&|| {
+        let pending = all.start_all_reduce(Reduction::Max, numbers());
+        operands.compute(1);
+        pending.wait().map(drop)
+    })?;
+    Ok([blocking, started].map(|with| (with - computing) / COLLECTIVES as f64))
+}
+
+/// Products that are computed beside messages.
+struct Computation {
+    memory: Memory,
+    operands: [Tensor; 2],
+}
+
+impl Computation {
+    fn new() -> Computation {
+        let memory = Memory::default();
+        let dims = [[(Sequence, EDGE), (Hidden, EDGE)], [(Hidden, EDGE), (Intermediate, EDGE)]];
+        let operands = dims.map(|dims| Tensor::zeros(&memory, &dims, Format::Single));
+        Computation { memory, operands }
+    }
+
+    fn compute(&self, count: usize) {
+        let [a, b] = &self.operands;
+        let result = [(Sequence, EDGE), (Intermediate, EDGE)];
+        let shape = ResultShape { memory: &self.memory, dims: &result, format: Format::Single, place: Place::WHOLE };
+        for _ in 0..count {
+            drop(apply(&Op::Contraction, vec![Operand::Borrowed(a), Operand::Borrowed(b)], &shape));
+        }
+    }
 }
 
 /// Median time of an operation.

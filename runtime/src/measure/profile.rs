@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use hardware_profiles::cluster::Nics;
 use hardware_profiles::device::{MatmulEdges, OperatorClass, OperatorRate};
+use hardware_profiles::stack::Waiting;
 use hardware_profiles::{
     ClusterFile, ClusterProfile, DeviceProfile, Sourced, StackProfile, find_cluster, find_device, find_stack,
     write_cluster_file,
@@ -271,6 +272,7 @@ fn stack(base: StackProfile, measured: &Measured) -> StackProfile {
     let mut stack = base;
     stack.source = format!("{}; on processor cores every operator is a kernel of its own", stack.source);
     stack.kernels.fused.clear();
+    stack.kernels.repeats_needed_only = true;
     // The cost model counts the accumulation of gradients apart, as a pass over memory.
     let accumulation = measured.work.accumulated_bytes / measured.streaming();
     let products = measured.of(Work::Product, Phase::Forward) + measured.of(Work::Product, Phase::Backward);
@@ -282,6 +284,10 @@ fn stack(base: StackProfile, measured: &Measured) -> StackProfile {
     if let Some(links) = &measured.links {
         let what = "delay of products by an all_reduce of 4 MiB beside them, over its time alone";
         stack.overlap.occupancy = Some(measured.value(links.occupancy, what));
+        let what = "delay of products by a small all_reduce after each few of them, over its time alone";
+        let blocking = measured.value(Seconds(links.blocking), what);
+        let started = measured.value(Seconds(links.started), &format!("{what}; started before the last product"));
+        stack.overlap.waiting = Some(Waiting { blocking, started });
     }
     stack
 }
