@@ -77,7 +77,7 @@ fn account_of(step: &Step, body: &Body, pass: Pass, gradients: &mut BTreeSet<usi
 }
 
 /// The kind to which operators that are computed together count: the first that is not mere arithmetic.
-pub fn work_of_run(run: &Run, in_head: bool) -> Option<Work> {
+fn work_of_run(run: &Run, in_head: bool) -> Option<Work> {
     let works: Vec<Work> = run.steps.iter().filter_map(|step| work_of(&step.op, in_head)).collect();
     let telling = works.iter().find(|work| **work != Work::Class(OperatorClass::Arithmetic));
     telling.or(works.first()).copied()

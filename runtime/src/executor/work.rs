@@ -7,7 +7,7 @@ use ir::graph::DimName;
 use ir::program::{Op, StageInstruction};
 use ir::schedule::{Pass, unroll};
 
-use super::accounts::{work_of, work_of_run};
+use super::accounts::work_of;
 use super::clock::{Account, Phase, Work};
 use super::steps::{Charged, RankBody, Step};
 use super::{Executor, MOST_PASSES};
@@ -78,13 +78,10 @@ fn add_forward(work: &mut StepWork, body: &RankBody, count: f64) {
     add_products(work, body, &body.forward, count);
     let in_head = body.output_gradient.is_none();
     for charged in &body.forward {
-        let working = operators_of(&charged.step).into_iter().filter(|(op, ..)| work_of(op, in_head).is_some());
-        for (op, operands, result) in working {
-            let kind = match &charged.step {
-                Step::Run(run) => work_of_run(run, in_head),
-                _ => work_of(&op, in_head),
-            };
-            match kind {
+        for (op, operands, result) in operators_of(&charged.step) {
+            // Bytes count to the operator's own kind, though a run's time goes to one kind: only that adds up to the
+            // run's time again where operators are predicted one by one.
+            match work_of(&op, in_head) {
                 Some(Work::Class(class)) => {
                     work.bytes[class as usize] += count * bytes_of(body, &op, &operands, result)
                 }
