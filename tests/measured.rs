@@ -8,11 +8,15 @@ use std::process::Command;
 
 use cost_models::machine::Machine;
 use hardware_profiles::device::{MatmulFormat, OperatorClass};
-use hardware_profiles::{ClusterFile, read_cluster_file};
+use hardware_profiles::stack::Waiting;
+use hardware_profiles::{ClusterFile, Sourced, read_cluster_file};
+use ir::distribution::SplitAxis;
 use ir::graph::build_graph;
 use ir::plan::{Plan, TimeTerm, write_plan};
+use ir::program::{Body, Conversion, Instruction};
 use ir::provenance::Provenance;
-use ir::strategy::Recompute;
+use ir::strategy::{Recompute, ZeroStage};
+use ir::units::Seconds;
 use planner::lower::{lower, search_report};
 use planner::request::FixedChoices;
 use planner::search::search;
@@ -82,6 +86,8 @@ fn check(layout: (u64, u64, u64)) {
     assert_eq!((cluster.name.as_str(), cluster.node_gpus), ("here", gpus));
     assert_eq!(device.peak.fp32.as_ref().map(|peak| peak.provenance), Some(Provenance::Measured));
     assert_eq!(stack.kernels.matmul_speed.provenance, Provenance::Measured);
+    assert!(stack.kernels.repeats_needed_only);
+    assert_eq!(stack.overlap.waiting.is_some(), gpus > 1);
     for class in OperatorClass::ALL {
         assert!(device.operator_rate(class).is_some(), "{class:?}");
     }
@@ -119,4 +125,74 @@ fn a_profile_of_one_rank_plans_one_rank() {
 #[test]
 fn a_profile_of_two_ranks_plans_two_ranks() {
     check((1, 1, 2));
+}
+
+/// A machine whose ranks wait a second at every collective.
+fn waiting_machine(waits: bool) -> Machine {
+    let mut machine = machine("cpu-host", "planwright", 2);
+    machine.stack.kernels.repeats_needed_only = true;
+    let second = || Sourced { value: Seconds(1.0), provenance: Provenance::Assumed, source: "the test".to_owned() };
+    machine.stack.overlap.waiting = waits.then(|| Waiting { blocking: second(), started: second() });
+    machine
+}
+
+/// Seconds that a second at every collective adds to a step.
+fn waits(fixed: FixedChoices) -> f64 {
+    let [without, with] = [false, true].map(|waits| planned(waiting_machine(waits), 2, fixed).estimate.step.0);
+    with - without
+}
+
+/// Collectives of the tensor axis in a step, counted in the program.
+fn tensor_collectives(plan: &Plan) -> f64 {
+    let program = plan.program.as_ref().expect("the plan is executable");
+    let moves = |instruction: &Instruction| match instruction {
+        Instruction::Convert(Conversion::Slice(_), ..) => false,
+        Instruction::Convert(_, axes, ..) => axes.contains(&SplitAxis::Tensor),
+        _ => false,
+    };
+    let in_body = |body: &Body| body.forward.iter().chain(&body.backward).filter(|one| moves(one)).count() as f64;
+    let [embedding, layer, head] = &program.bodies[..] else { panic!("a tiny model has one kind of layer") };
+    let layers = plan.model.num_layers as f64;
+    (in_body(embedding) + in_body(layer) * layers + in_body(head)) * plan.strategy.num_micro_batches() as f64
+}
+
+#[test]
+fn tensor_ranks_wait_at_the_collectives_of_the_program() {
+    for (sequence_parallel, recompute) in
+        [(false, Recompute::None), (false, Recompute::Full), (true, Recompute::None), (true, Recompute::Full)]
+    {
+        let fixed = FixedChoices { sequence_parallel: Some(sequence_parallel), ..fixed((2, 1, 1), 4, recompute) };
+        let expected = tensor_collectives(&planned(waiting_machine(false), 2, fixed));
+        let found = waits(fixed);
+        assert!((found - expected).abs() < 1e-6, "{sequence_parallel} {recompute:?}: {found} {expected}");
+    }
+}
+
+#[test]
+fn replicas_wait_for_what_each_block_starts() {
+    // Embedding, four layers and head, two micro-batches a replica.
+    let rows = [
+        (ZeroStage::None, 1.0),
+        (ZeroStage::OptimizerState, 2.0),
+        (ZeroStage::Gradients, 6.0 * 2.0 + 1.0),
+        (ZeroStage::Parameters, 6.0 * 2.0 * 3.0),
+    ];
+    for (zero_stage, expected) in rows {
+        let fixed = FixedChoices { zero_stage: Some(zero_stage), ..fixed((1, 1, 2), 4, Recompute::None) };
+        let found = waits(fixed);
+        assert!((found - expected).abs() < 1e-6, "{zero_stage:?}: {found} {expected}");
+    }
+}
+
+#[test]
+fn the_end_of_a_block_is_not_repeated() {
+    let mut machine = machine("cpu-host", "planwright", 1);
+    let mut repeated = [false, true].map(|needed_only| {
+        machine.stack.kernels.repeats_needed_only = needed_only;
+        let plan = planned(machine.clone(), 1, fixed((1, 1, 1), 4, Recompute::Full));
+        plan.estimate.terms[&TimeTerm::Recomputation].time.0
+    });
+    repeated.reverse();
+    // Of 12 h x h of products and the attention core, the last 4 h x h are left out.
+    assert!(repeated[0] < repeated[1] * 0.8 && repeated[0] > repeated[1] * 0.5, "{repeated:?}");
 }

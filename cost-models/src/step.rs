@@ -281,12 +281,13 @@ pub fn transfer_time(scenario: Scenario, strategy: &Strategy, blocks: &PerBlock<
     let whole = blocks.layers[0].cost.input;
     let stage_ranks = strategy.data_parallel * strategy.context_parallel * tensor;
     let sliced = machine.stack.overlap.sliced_sends && tensor > 1 && !strategy.sequence_parallel;
+    let [waiting, _] = machine.waiting();
     if !sliced {
-        return send_time(whole, stage_ranks, machine);
+        return waiting + send_time(whole, stage_ranks, machine);
     }
     let group = place(&build_mesh(strategy).groups(Axis::Tensor), machine.fast_domain_gpus());
     let gather = collective_time(CollectiveKind::AllGather, whole, group, machine);
-    send_time(whole.scale(1.0 / tensor as f64), stage_ranks, machine) + gather
+    waiting + send_time(whole.scale(1.0 / tensor as f64), stage_ranks, machine) + gather
 }
 
 /// Time of a micro-batch on a stage, transfers that block it included.
