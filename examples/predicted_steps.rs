@@ -6,9 +6,10 @@
 //! cargo run --release -p runtime --example predicted_steps -- target/release [ROUNDS]
 //! ```
 //!
-//! Runs are interleaved, so that a change of the machine's load meets all of them; the median of the rounds counts.
-//! Prints a table; fails if a prediction is off by more than 10 %, or two layouts that differ by more than that in
-//! prediction are measured in the other order.
+//! Each round measures the profiles anew, predicts all layouts with them and runs each once, so that a change of the
+//! machine's speed meets profiles and runs alike; medians over the rounds are compared. A run beside which other
+//! processes were busy is repeated. Prints a table; fails if a prediction is off by more than 10 %, or two layouts that
+//! differ by more than that in prediction are measured in the other order.
 
 #![allow(clippy::print_stdout, reason = "this is a program that prints")]
 
@@ -16,6 +17,7 @@ use std::error::Error;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
+use std::time::Instant;
 
 use ir::plan::{Plan, read_plan};
 use runtime::log::StepRecord;
@@ -31,11 +33,17 @@ const MODEL: &str = r#"(
 /// Rounds where none are given.
 const ROUNDS: usize = 7;
 /// Steps of a run; the first does not count.
-const STEPS: &str = "4";
+const STEPS: usize = 4;
 /// Steps of a run that measures a profile.
 const PROFILE_STEPS: &str = "12";
 /// Predictions closer than this are a tie, and no prediction may be off by more.
 const TOLERANCE: f64 = 0.1;
+/// Share of the processors' time that other processes may take during a run.
+const FOREIGN: f64 = 0.05;
+/// Times that a run beside busy processes is repeated at most.
+const REPETITIONS: usize = 5;
+/// Clock ticks of `/proc` in a second (Linux, proc(5): USER_HZ).
+const TICKS: f64 = 100.0;
 
 /// By ranks: the layout that the profile is measured on, and those that are predicted.
 const LAYOUTS: [(u64, &str, &[&str]); 2] = [
@@ -59,9 +67,12 @@ const LAYOUTS: [(u64, &str, &[&str]); 2] = [
             "--data-parallel 2 --zero-stage 0 --micro-batch 1 --recompute none",
             "--data-parallel 2 --zero-stage 1 --micro-batch 4 --recompute full",
             "--data-parallel 2 --zero-stage 2 --micro-batch 2 --recompute none",
+            "--data-parallel 2 --zero-stage 3 --micro-batch 1 --recompute full",
+            "--data-parallel 2 --zero-stage 3 --micro-batch 4 --recompute none",
             "--tensor-parallel 2 --sequence-parallel off --micro-batch 1 --recompute none",
             "--tensor-parallel 2 --sequence-parallel off --micro-batch 4 --recompute full",
             "--tensor-parallel 2 --sequence-parallel on --micro-batch 2 --recompute none",
+            "--tensor-parallel 2 --sequence-parallel on --micro-batch 8 --recompute full",
             "--pipeline-parallel 2 --micro-batch 1 --recompute none",
             "--pipeline-parallel 2 --micro-batch 1 --recompute full",
             "--pipeline-parallel 2 --micro-batch 2 --recompute none --schedule gpipe",
@@ -69,13 +80,12 @@ const LAYOUTS: [(u64, &str, &[&str]); 2] = [
     ),
 ];
 
-/// A layout with its plan and what its runs took.
+/// A layout with what was predicted for it and what its runs took, by round.
 struct Case {
     ranks: u64,
     flags: &'static str,
-    path: PathBuf,
-    plan: Plan,
-    seconds: Vec<f64>,
+    predicted: Vec<f64>,
+    measured: Vec<f64>,
 }
 
 fn main() -> Result<ExitCode, Box<dyn Error>> {
@@ -84,18 +94,19 @@ fn main() -> Result<ExitCode, Box<dyn Error>> {
     let rounds = arguments.next().map_or(Ok(ROUNDS), |text| text.parse())?;
     let folder = tempfile::tempdir()?;
     println!("load before: {}", load());
-    let mut cases = Vec::new();
-    for (ranks, measured, predicted) in LAYOUTS {
-        let profile = measure(&programs, folder.path(), ranks, measured)?;
-        for flags in predicted {
-            let path = folder.path().join(format!("case{}.plan.ron", cases.len()));
-            let plan = plan(&programs, ranks, flags, &profile, &path)?;
-            cases.push(Case { ranks, flags, path, plan, seconds: Vec::new() });
-        }
+    let case = |ranks, flags| Case { ranks, flags, predicted: Vec::new(), measured: Vec::new() };
+    let mut cases: Vec<Case> = Vec::new();
+    for (ranks, _, predicted) in LAYOUTS {
+        cases.extend(predicted.iter().map(|flags| case(ranks, flags)));
     }
     for _ in 0..rounds {
-        for case in &mut cases {
-            case.seconds.push(step_seconds(&programs, &case.path)?);
+        for (ranks, measured, _) in LAYOUTS {
+            let profile = measure(&programs, folder.path(), ranks, measured)?;
+            for case in cases.iter_mut().filter(|case| case.ranks == ranks) {
+                let path = folder.path().join("case.plan.ron");
+                case.predicted.push(plan(&programs, ranks, case.flags, &profile, &path)?.estimate.step.0);
+                case.measured.push(step_seconds(&programs, &path)?);
+            }
         }
     }
     println!("load after: {}", load());
@@ -113,7 +124,7 @@ fn measure(programs: &Path, folder: &Path, ranks: u64, flags: &str) -> Result<Pa
     let profile = folder.join(format!("ranks{ranks}.ron"));
     let mut command = Command::new(programs.join("execute-plan"));
     command.arg(&path).args(["--synthetic", "--steps", PROFILE_STEPS, "--profile"]).arg(&profile);
-    print!("{}", run(&mut command)?);
+    run_undisturbed(&mut command)?;
     Ok(profile)
 }
 
@@ -132,22 +143,49 @@ fn plan(programs: &Path, ranks: u64, flags: &str, cluster: &Path, out: &Path) ->
 /// The median step of a run without its first.
 fn step_seconds(programs: &Path, plan: &Path) -> Result<f64, Box<dyn Error>> {
     let log = plan.with_extension("log");
-    fs::remove_file(&log).ok();
     let mut command = Command::new(programs.join("execute-plan"));
-    run(command.arg(plan).args(["--synthetic", "--steps", STEPS, "--log"]).arg(&log))?;
+    run_undisturbed(command.arg(plan).args(["--synthetic", "--steps", &STEPS.to_string(), "--log"]).arg(&log))?;
+    // Every run appends to the log.
     let mut seconds = Vec::new();
-    for line in fs::read_to_string(&log)?.lines().skip(1) {
+    for line in fs::read_to_string(&log)?.lines().rev().take(STEPS - 1) {
         seconds.push(serde_json::from_str::<StepRecord>(line)?.seconds);
     }
     Ok(median(&seconds))
 }
 
-fn run(command: &mut Command) -> Result<String, Box<dyn Error>> {
+fn run(command: &mut Command) -> Result<(), Box<dyn Error>> {
     let output = command.output()?;
     match output.status.success() {
-        true => Ok(String::from_utf8(output.stdout)?),
+        true => Ok(()),
         false => Err(format!("{command:?}: {}", String::from_utf8_lossy(&output.stderr)).into()),
     }
+}
+
+/// Runs a command until other processes leave it the processors.
+fn run_undisturbed(command: &mut Command) -> Result<(), Box<dyn Error>> {
+    for _ in 0..REPETITIONS {
+        let (before, start) = (foreign_seconds()?, Instant::now());
+        run(command)?;
+        let whole = start.elapsed().as_secs_f64() * std::thread::available_parallelism()?.get() as f64;
+        if foreign_seconds()? - before < FOREIGN * whole {
+            return Ok(());
+        }
+    }
+    println!("other processes were busy beside each of {REPETITIONS} runs: the last one counts");
+    Ok(())
+}
+
+/// Time that processors have spent on other processes than this one and its children that have ended.
+fn foreign_seconds() -> Result<f64, Box<dyn Error>> {
+    let ticks = |text: &str, from: usize, count: usize| -> f64 {
+        text.split_whitespace().skip(from).take(count).filter_map(|number| number.parse::<f64>().ok()).sum()
+    };
+    // User and nice time, then system time; interrupts belong to nobody.
+    let all = ticks(fs::read_to_string("/proc/stat")?.lines().next().unwrap_or_default(), 1, 3);
+    // After the name in brackets: user and system time of the process, then of its children.
+    let own = fs::read_to_string("/proc/self/stat")?;
+    let own = ticks(own.rsplit(')').next().unwrap_or_default(), 11, 4);
+    Ok((all - own) / TICKS)
 }
 
 /// Prints the table; whether all predictions and their order hold.
@@ -155,11 +193,11 @@ fn report(cases: &[Case]) -> bool {
     let mut good = true;
     println!("ranks  predicted   measured     off  (fastest and slowest round)  layout");
     for case in cases {
-        let (predicted, measured) = (case.plan.estimate.step.0, median(&case.seconds));
+        let (predicted, measured) = (median(&case.predicted), median(&case.measured));
         let off = predicted / measured - 1.0;
         good &= off.abs() <= TOLERANCE;
-        let fastest = case.seconds.iter().copied().fold(f64::INFINITY, f64::min);
-        let slowest = case.seconds.iter().copied().fold(0.0, f64::max);
+        let fastest = case.measured.iter().copied().fold(f64::INFINITY, f64::min);
+        let slowest = case.measured.iter().copied().fold(0.0, f64::max);
         let times = [predicted, measured].map(|seconds| format!("{:>7.1} ms", seconds * 1e3)).join(" ");
         let range = format!("({:.1} to {:.1})", fastest * 1e3, slowest * 1e3);
         println!("{:>5} {times}  {:+5.1} %  {range:<28} {}", case.ranks, off * 100.0, case.flags);
@@ -174,8 +212,8 @@ fn order(cases: &[Case]) -> (usize, usize) {
     let (mut ordered, mut pairs) = (0, 0);
     for (place, first) in cases.iter().enumerate() {
         for second in cases[..place].iter().filter(|second| second.ranks == first.ranks) {
-            let predicted = first.plan.estimate.step.0 / second.plan.estimate.step.0;
-            let measured = median(&first.seconds) / median(&second.seconds);
+            let predicted = median(&first.predicted) / median(&second.predicted);
+            let measured = median(&first.measured) / median(&second.measured);
             if predicted.max(1.0 / predicted) > 1.0 + TOLERANCE {
                 pairs += 1;
                 ordered += usize::from((predicted > 1.0) == (measured > 1.0));
