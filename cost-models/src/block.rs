@@ -229,7 +229,8 @@ fn products(block: &Block, case: BlockCase) -> Vec<Product> {
                 let weights = block.graph[operands[1]].is_parameter() && matches!(block.role, BlockRole::Layers(_));
                 let format = if weights { case.machine.matmul_format } else { MatmulFormat::Model };
                 let grouped = matches!(operator.kind, OperatorKind::GroupedContraction { .. });
-                products.push((input, Product { node, shape, format, grouped, attention_core: operator.attention_core }));
+                products
+                    .push((input, Product { node, shape, format, grouped, attention_core: operator.attention_core }));
             }
         }
     }
