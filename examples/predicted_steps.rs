@@ -33,7 +33,7 @@ const MODEL: &str = r#"(
 /// Rounds where none are given.
 const ROUNDS: usize = 7;
 /// Steps of a run; the first does not count.
-const STEPS: usize = 4;
+const STEPS: &str = "4";
 /// Steps of a run that measures a profile.
 const PROFILE_STEPS: &str = "12";
 /// Predictions closer than this are a tie, and no prediction may be off by more.
@@ -144,10 +144,9 @@ fn plan(programs: &Path, ranks: u64, flags: &str, cluster: &Path, out: &Path) ->
 fn step_seconds(programs: &Path, plan: &Path) -> Result<f64, Box<dyn Error>> {
     let log = plan.with_extension("log");
     let mut command = Command::new(programs.join("execute-plan"));
-    run_undisturbed(command.arg(plan).args(["--synthetic", "--steps", &STEPS.to_string(), "--log"]).arg(&log))?;
-    // Every run appends to the log.
+    run_undisturbed(command.arg(plan).args(["--synthetic", "--force", "--steps", STEPS, "--log"]).arg(&log))?;
     let mut seconds = Vec::new();
-    for line in fs::read_to_string(&log)?.lines().rev().take(STEPS - 1) {
+    for line in fs::read_to_string(&log)?.lines().skip(1) {
         seconds.push(serde_json::from_str::<StepRecord>(line)?.seconds);
     }
     Ok(median(&seconds))
