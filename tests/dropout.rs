@@ -26,15 +26,8 @@ type Dims = Vec<(DimName, usize)>;
 
 const DROPPING: Dropping = Dropping { hidden: 0.1, attention: 0.25, seed: 5, step: 3, layer: 2, first_sequence: 6 };
 
-const OPTIMIZER: StepOptions = StepOptions {
-    dropout: Dropout { hidden: 0.1, attention: 0.1 },
-    seed: 77,
-    learning_rate: 1e-3,
-    betas: (0.9, 0.95),
-    epsilon: 1e-8,
-    weight_decay: 0.1,
-    clip: Some(0.5),
-};
+const OPTIMIZER: StepOptions =
+    StepOptions { dropout: Dropout { hidden: 0.1, attention: 0.1 }, seed: 77, ..ranks::OPTIMIZER };
 
 const GPT2: Shape = Shape { family: Family::Gpt2, tied: true, heads: 4, key_value_heads: 4, layers: 4, vocabulary: 19 };
 const BLOOM: Shape = Shape { family: Family::Bloom, heads: 6, key_value_heads: 6, ..GPT2 };

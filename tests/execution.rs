@@ -14,9 +14,7 @@ use ir::plan::Plan;
 use ir::strategy::{Recompute, ScheduleKind, ZeroStage};
 use ir::units::SequenceLength;
 use planner::request::FixedChoices;
-use ranks::{RankRun, Run, execute, interpret, joined, planned, sent};
-use runtime::executor::StepOptions;
-use runtime::train::Dropout;
+use ranks::{OPTIMIZER, RankRun, Run, execute, interpret, joined, planned, sent};
 use support::plans::fixed_plan;
 use support::small::{Family, SEQUENCE, Shape, small_model};
 
@@ -28,16 +26,6 @@ const NORM_TOLERANCE: f64 = 1e-5;
 const MEMORY_TOLERANCE: f64 = 0.02;
 /// Layouts of which one is run by default.
 const SAMPLE: usize = 12;
-
-const OPTIMIZER: StepOptions = StepOptions {
-    dropout: Dropout { hidden: 0.0, attention: 0.0 },
-    seed: 0,
-    learning_rate: 1e-3,
-    betas: (0.9, 0.95),
-    epsilon: 1e-8,
-    weight_decay: 0.1,
-    clip: Some(0.5),
-};
 
 const SHAPES: [Shape; 4] = [
     Shape { family: Family::Gpt2, tied: true, heads: 4, key_value_heads: 4, layers: 3, vocabulary: 19 },

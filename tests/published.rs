@@ -118,7 +118,7 @@ fn blooms_tuning_is_ordered() {
 }
 
 #[test]
-fn runs_that_ended_out_of_memory_are_called_so_and_tuned_runs_are_not() {
+fn runs_that_ended_out_of_memory_are_called_so() {
     let validated = validate(rows());
     let fits = |row: &&Validated| row.prediction.as_ref().is_ok_and(|found| found.fits);
     let ran_out: Vec<&Validated> = validated.iter().filter(|row| row.row.measured.out_of_memory).collect();

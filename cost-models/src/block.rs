@@ -278,7 +278,7 @@ struct Kernel {
 
 /// Memory-bound kernels of a block, neighbours joined where the stack fuses them.
 fn elementwise_kernels(block: &Block, case: BlockCase) -> Vec<Kernel> {
-    fused_groups(block, case).values().filter_map(|members| elementwise_kernel(block, members, case)).collect()
+    fused_groups(block, case).into_values().filter_map(|members| elementwise_kernel(block, members, case)).collect()
 }
 
 /// Operators by the kernel that computes them.
@@ -301,7 +301,7 @@ fn fused_groups(block: &Block, case: BlockCase) -> BTreeMap<usize, Vec<NodeIndex
 
 /// Time of a kernel by the bytes that enter and leave it; backward reads the outputs' gradients and the
 /// kept inputs and writes the inputs' gradients.
-fn elementwise_kernel(block: &Block, members: &[NodeIndex], case: BlockCase) -> Option<Kernel> {
+fn elementwise_kernel(block: &Block, members: Vec<NodeIndex>, case: BlockCase) -> Option<Kernel> {
     let first = &block.graph[members[0]];
     let matrix = matches!(first.kind, OperatorKind::Contraction { .. } | OperatorKind::GroupedContraction { .. });
     let source = matches!(first.kind, OperatorKind::Input | OperatorKind::Parameter { .. } | OperatorKind::AsKeys);
@@ -312,7 +312,7 @@ fn elementwise_kernel(block: &Block, members: &[NodeIndex], case: BlockCase) -> 
     }
     let mut inputs: Vec<NodeIndex> = Vec::new();
     let mut outputs = 0.0;
-    for &node in members {
+    for &node in &members {
         let outside = |other: &NodeIndex| !members.contains(other);
         inputs.extend(block.operands(node).into_iter().filter(outside));
         let mut readers = block.graph.neighbors_directed(node, Direction::Outgoing);
@@ -322,7 +322,7 @@ fn elementwise_kernel(block: &Block, members: &[NodeIndex], case: BlockCase) -> 
     }
     inputs.sort_unstable();
     inputs.dedup();
-    let read: f64 = inputs.iter().map(|node| traffic_of_input(block, *node, members, case)).sum();
+    let read: f64 = inputs.iter().map(|node| traffic_of_input(block, *node, &members, case)).sum();
     let kept: f64 =
         members.iter().filter(|node| needs_inputs(&block.graph[**node].kind)).map(|_| read).fold(0.0, f64::max);
     let floor = case.machine.stack.kernels.launch_floor.value;
@@ -335,7 +335,7 @@ fn elementwise_kernel(block: &Block, members: &[NodeIndex], case: BlockCase) -> 
             (time(read + outputs, bandwidth), time(outputs + kept + read, bandwidth))
         }
     };
-    Some(Kernel { members: members.to_vec(), forward, backward, attention_core })
+    Some(Kernel { members, forward, backward, attention_core })
 }
 
 /// The class whose rates a device profile may give. In the head all but norm and product belongs to the loss.
@@ -467,7 +467,7 @@ fn expert_exchange_time(block: &Block, case: BlockCase) -> Seconds {
         let choices = block.graph[node].output.extent(DimName::Choice).map_or(1, |extent| extent.value(case.extents));
         let far = match experts.is_some_and(|experts| experts.one_copy_per_domain) {
             true => copies_across(group.domains, choices) / choices as f64,
-            false => (group.size - group.per_domain) as f64 / group.size as f64,
+            false => group.far_share(),
         };
         exchange_time(Bytes(bytes as u64), far, group, case.machine) * (2.0 * shown)
     };
@@ -485,16 +485,18 @@ fn context_exchange_time(block: &Block, case: BlockCase, attention: Seconds) -> 
     }
     let keys = block.graph.node_indices().filter(|node| block.graph[*node].kind == OperatorKind::AsKeys);
     let keys_and_values: f64 = keys.map(|node| case.bytes(block, node)).sum();
-    let time = |kind, bytes: f64| collective_time(kind, Bytes(bytes as u64), case.context_group, case.machine);
+    let group = case.context_group;
     match case.machine.stack.overlap.context {
         ContextExchange::Ring => {
-            let whole = keys_and_values * ranks as f64;
-            Seconds((time(CollectiveKind::AllGather, whole).0 - attention.0).max(0.0))
+            let whole = Bytes((keys_and_values * ranks as f64) as u64);
+            let ring = collective_time(CollectiveKind::AllGather, whole, group, case.machine);
+            Seconds((ring.0 - attention.0).max(0.0))
         }
         ContextExchange::AllToAll => {
             let context = block.graph.node_indices().find(|node| block.graph[*node].name == "context");
             let queries = context.map_or(0.0, |node| case.bytes(block, node));
-            time(CollectiveKind::AllToAll, 2.0 * queries + keys_and_values)
+            let bytes = Bytes((2.0 * queries + keys_and_values) as u64);
+            exchange_time(bytes, group.far_share(), group, case.machine)
         }
     }
 }

@@ -28,8 +28,6 @@ pub enum CollectiveKind {
     AllGather,
     /// Every rank ends with its part of the sum.
     ReduceScatter,
-    /// Every rank sends a different part to each other.
-    AllToAll,
 }
 
 /// Copies of a token that cross the network if each domain gets at most one, with `choices` experts chosen at random
@@ -43,6 +41,11 @@ impl Placement {
     /// Whether every group stays inside a fast domain.
     pub fn inside_domain(self) -> bool {
         self.domains == 1
+    }
+
+    /// Share of what a rank exchanges with all of its group that goes to other fast domains.
+    pub fn far_share(self) -> f64 {
+        (self.size - self.per_domain) as f64 / self.size as f64
     }
 }
 
@@ -86,12 +89,8 @@ pub fn collective_time(kind: CollectiveKind, size: Bytes, placement: Placement, 
     let n = placement.size as f64;
     let steps = match kind {
         CollectiveKind::AllReduce => 2.0 * (n - 1.0),
-        CollectiveKind::AllGather | CollectiveKind::ReduceScatter | CollectiveKind::AllToAll => n - 1.0,
+        CollectiveKind::AllGather | CollectiveKind::ReduceScatter => n - 1.0,
     };
-    if kind == CollectiveKind::AllToAll {
-        let far = (n - placement.per_domain as f64) / n;
-        return exchange_time(size, far, placement, machine);
-    }
     let moving = size.scale(steps / n) / ring_bandwidth(placement, machine);
     machine.cluster.intra.base_latency.value + latency(kind, steps, placement, machine) + moving
 }
@@ -113,7 +112,7 @@ fn latency(kind: CollectiveKind, steps: f64, placement: Placement, machine: &Mac
     let tree = fast * (2.0 * (placement.per_domain - 1) as f64) + slow * (2.0 * depth);
     match kind {
         CollectiveKind::AllReduce => Seconds(ring.0.min(tree.0)),
-        CollectiveKind::AllGather | CollectiveKind::ReduceScatter | CollectiveKind::AllToAll => ring,
+        CollectiveKind::AllGather | CollectiveKind::ReduceScatter => ring,
     }
 }
 

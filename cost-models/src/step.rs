@@ -226,12 +226,8 @@ fn sharded_state_time(
     }
     let machine = scenario.machine;
     let bytes = state_bytes(machine, scenario.model.dtype);
-    let [dense, expert] = gradient_placements(strategy, machine);
-    let parts = [(block.parameters - block.expert_parameters, dense), (block.expert_parameters, expert)];
-    let time = |kind, per_parameter: u64| -> Seconds {
-        let held = parts.into_iter().filter(|(parameters, _)| *parameters > 0);
-        held.map(|(parameters, group)| collective_time(kind, Bytes(parameters * per_parameter), group, machine)).sum()
-    };
+    let held = HeldParameters { all: block.parameters, experts: block.expert_parameters };
+    let time = |kind, per_parameter| held.collective_time(kind, per_parameter, strategy, machine);
     let [_, waiting] = machine.waiting();
     let scatter = time(CollectiveKind::ReduceScatter, bytes.gradient);
     let (gather, gathers) = match strategy.zero_stage {
@@ -251,8 +247,30 @@ fn exposed(communication: Seconds, covered: Seconds, machine: &Machine) -> Secon
     Seconds((communication.0 - covered.0).max(communication.0 * occupied))
 }
 
+/// Parameter elements that a rank holds.
+#[derive(Clone, Copy)]
+struct HeldParameters {
+    all: u64,
+    experts: u64,
+}
+
+impl HeldParameters {
+    /// Time of a collective of the data axis over bytes of each parameter: those of routed experts have fewer copies.
+    fn collective_time(
+        self,
+        kind: CollectiveKind,
+        per_parameter: u64,
+        strategy: &Strategy,
+        machine: &Machine,
+    ) -> Seconds {
+        let parts = [self.all - self.experts, self.experts].into_iter().zip(gradient_placements(strategy, machine));
+        let held = parts.filter(|(parameters, _)| *parameters > 0);
+        held.map(|(parameters, group)| collective_time(kind, Bytes(parameters * per_parameter), group, machine)).sum()
+    }
+}
+
 /// Where the ranks lie that sum the gradients of parameters outside experts, and those of routed experts.
-pub fn gradient_placements(strategy: &Strategy, machine: &Machine) -> [Placement; 2] {
+fn gradient_placements(strategy: &Strategy, machine: &Machine) -> [Placement; 2] {
     let replicas = strategy.data_parallel * strategy.context_parallel;
     let tensor = strategy.tensor_parallel;
     let at = |size, stride| {
@@ -261,11 +279,6 @@ pub fn gradient_placements(strategy: &Strategy, machine: &Machine) -> [Placement
     };
     let experts = strategy.expert_parallel;
     [at(replicas, tensor), at((replicas / experts).max(1), tensor * experts)]
-}
-
-/// Where the groups of the data axis lie.
-pub fn data_placement(strategy: &Strategy, machine: &Machine) -> Placement {
-    place(&build_mesh(strategy).groups(Axis::Data), machine.fast_domain_gpus())
 }
 
 /// Time of a transfer of activations between neighbouring stages.
@@ -343,11 +356,13 @@ pub fn stage_memory_of(
     stage: u64,
 ) -> StageMemory {
     let load = stage_load(blocks, strategy, content, stage);
-    let shards = Shards {
-        dense: strategy.shard_group * strategy.context_parallel,
-        expert: (strategy.shard_group * strategy.context_parallel / strategy.expert_parallel).max(1),
-    };
-    stage_memory(load, strategy.zero_stage, shards, scenario.model.dtype, scenario.machine)
+    stage_memory(load, strategy.zero_stage, shards_of(strategy), scenario.model.dtype, scenario.machine)
+}
+
+/// Ranks over which ZeRO shards.
+fn shards_of(strategy: &Strategy) -> Shards {
+    let dense = strategy.shard_group * strategy.context_parallel;
+    Shards { dense, expert: (dense / strategy.expert_parallel).max(1) }
 }
 
 /// What a stage puts on each of its ranks.
@@ -416,14 +431,9 @@ fn stage_tail(
 ) -> Tail {
     let machine = scenario.machine;
     let load = stage_load(blocks, strategy, content, 0);
-    let parameters = load.parameters;
     let bytes = state_bytes(machine, scenario.model.dtype);
-    let [dense, expert] = gradient_placements(strategy, machine);
-    let parts = [(parameters - load.expert_parameters, dense), (load.expert_parameters, expert)];
-    let time = |kind, per_parameter: u64| -> Seconds {
-        let held = parts.into_iter().filter(|(parameters, _)| *parameters > 0);
-        held.map(|(parameters, group)| collective_time(kind, Bytes(parameters * per_parameter), group, machine)).sum()
-    };
+    let held = HeldParameters { all: load.parameters, experts: load.expert_parameters };
+    let time = |kind, per_parameter| held.collective_time(kind, per_parameter, strategy, machine);
     let covered = pass.backward * machine.stack.overlap.gradient_reduction.value;
     let waiting = if strategy.data_parallel > 1 { machine.waiting() } else { [Seconds(0.0); 2] };
     let exposed = |reduction: Seconds| waiting[1] + exposed(reduction, covered, machine);
@@ -440,11 +450,10 @@ fn stage_tail(
     };
     data += tied_reduction_time(scenario, strategy, blocks, content);
     let owned = match strategy.zero_stage {
-        ZeroStage::None => parameters,
+        ZeroStage::None => load.parameters,
         ZeroStage::OptimizerState | ZeroStage::Gradients | ZeroStage::Parameters => {
-            let replicas = strategy.shard_group * strategy.context_parallel;
-            let experts = load.expert_parameters;
-            (parameters - experts).div_ceil(replicas) + experts.div_ceil((replicas / strategy.expert_parallel).max(1))
+            let Shards { dense, expert } = shards_of(strategy);
+            (load.parameters - load.expert_parameters).div_ceil(dense) + load.expert_parameters.div_ceil(expert)
         }
     };
     Tail { data, optimizer: optimizer_time(scenario, owned) }
@@ -575,7 +584,7 @@ pub fn with_provenance(
             TimeTerm::TensorCommunication => link(strategy.tensor_parallel <= domain),
             TimeTerm::Exchange => link(stage_ranks <= domain),
             TimeTerm::PipelineCommunication => link(stage_ranks < domain),
-            TimeTerm::DataCommunication => link(data_placement(strategy, machine).inside_domain()),
+            TimeTerm::DataCommunication => link(gradient_placements(strategy, machine)[0].inside_domain()),
             TimeTerm::Optimizer => memory,
             TimeTerm::Overhead => overhead,
         }

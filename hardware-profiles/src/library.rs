@@ -198,7 +198,7 @@ fn read_ron_file<T: DeserializeOwned>(folder: &Dir<'_>, kind: &str, name: &str, 
         None => Err(Error::Unknown(Problem::new(
             format!("there is no {kind} `{name}`"),
             location,
-            format!("nearest names: {}", nearest(folder, name).join(", ")),
+            format!("nearest names: {}", nearest(names(folder), name)),
         ))),
     }
 }
@@ -215,9 +215,10 @@ fn names(folder: &Dir<'_>) -> Vec<String> {
     names
 }
 
-fn nearest(folder: &Dir<'_>, name: &str) -> Vec<String> {
-    let mut names = names(folder);
-    names.sort_by_key(|known| strsim::damerau_levenshtein(known, name));
-    names.truncate(SUGGESTIONS);
-    names
+/// The known names that are most like one, nearest first, for an error.
+pub(crate) fn nearest<N: AsRef<str>>(known: impl IntoIterator<Item = N>, name: &str) -> String {
+    let mut known: Vec<N> = known.into_iter().collect();
+    known.sort_by_key(|known| strsim::damerau_levenshtein(known.as_ref(), name));
+    known.truncate(SUGGESTIONS);
+    known.iter().map(AsRef::as_ref).collect::<Vec<&str>>().join(", ")
 }

@@ -6,8 +6,7 @@ use ir::error::Problem;
 use ir::text::read_ron;
 use serde::Deserialize;
 
-/// How many near names an error lists.
-const SUGGESTIONS: usize = 3;
+use crate::library::nearest;
 
 /// The names that this version knows.
 #[derive(Clone, Debug, Deserialize)]
@@ -99,9 +98,7 @@ impl RunNames {
         if let Some(unsupported) = self.unsupported.iter().find(|unsupported| unsupported.name == name) {
             return Problem::new(unsupported.reason.clone(), format!("{kind} `{name}`"), "leave the run out");
         }
-        let mut names: Vec<&str> = known.collect();
-        names.sort_by_key(|other| strsim::damerau_levenshtein(other, name));
-        names.truncate(SUGGESTIONS);
-        Problem::new(format!("the {kind} is not known"), format!("`{name}`"), format!("nearest: {}", names.join(", ")))
+        let help = format!("nearest: {}", nearest(known, name));
+        Problem::new(format!("the {kind} is not known"), format!("`{name}`"), help)
     }
 }

@@ -11,7 +11,7 @@ use crate::model::{LayerFeedForward, ModelSpec, layer_runs};
 use crate::strategy::Strategy;
 
 /// Multiple to which Megatron pads vocabulary rows for each tensor rank (`--make-vocab-size-divisible-by`).
-const VOCABULARY_MULTIPLE: u64 = 128;
+pub const VOCABULARY_MULTIPLE: u64 = 128;
 
 /// In how many parts the tensor axis splits each dim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -20,10 +20,12 @@ use cost_models::machine::Machine;
 use planner::fitting::{self, Free};
 use planner::validate::case::{Case, prepare};
 use planner::validate::predict;
+use planner::validate::summary::errors;
 use planner::validate::table::{Row, read_table};
 
 /// Folds of the cross-validation.
 const FOLDS: usize = 5;
+
 /// A constant that runs decide.
 struct Constant {
     /// Field in the profile's file, after its section where another one has it too.
@@ -38,179 +40,81 @@ struct Constant {
     unit: (&'static str, f64),
 }
 
-const PLAIN: (&str, f64) = ("", 1.0);
+impl Constant {
+    const fn new(
+        field: &'static str,
+        range: (f64, f64),
+        prior: Option<f64>,
+        place: fn(&mut Machine) -> Option<&mut f64>,
+    ) -> Constant {
+        Constant { field, range, prior, place, unit: ("", 1.0) }
+    }
+
+    const fn in_micros(self) -> Constant {
+        Constant { unit: ("Micros", 1e-6), ..self }
+    }
+
+    const fn in_millis(self) -> Constant {
+        Constant { unit: ("Millis", 1e-3), ..self }
+    }
+}
 
 /// Constants of stacks.
 const STACK: [Constant; 17] = [
-    Constant {
-        field: "matmul_speed",
-        range: (0.5, 1.3),
-        prior: Some(0.92),
-        place: |m| Some(&mut m.stack.kernels.matmul_speed.value),
-        unit: PLAIN,
-    },
-    Constant {
-        field: "streaming_speed",
-        range: (0.2, 1.3),
-        prior: Some(0.8),
-        place: |m| m.stack.kernels.streaming_speed.as_mut().map(|x| &mut x.value),
-        unit: PLAIN,
-    },
-    Constant {
-        field: "attention_speed",
-        range: (0.2, 2.0),
-        prior: Some(0.9),
-        place: |m| m.stack.kernels.attention_speed.as_mut().map(|x| &mut x.value),
-        unit: PLAIN,
-    },
-    Constant {
-        field: "host_launch",
-        range: (1e-6, 2e-4),
-        prior: Some(3e-5),
-        place: |m| m.stack.kernels.host_launch.as_mut().map(|x| &mut x.value.0),
-        unit: ("Micros", 1e-6),
-    },
-    Constant {
-        field: "launch_floor",
-        range: (1e-6, 2e-5),
-        prior: Some(5e-06),
-        place: |m| Some(&mut m.stack.kernels.launch_floor.value.0),
-        unit: ("Micros", 1e-6),
-    },
-    Constant {
-        field: "gradient_reduction",
-        range: (0.0, 1.0),
-        prior: Some(0.8),
-        place: |m| Some(&mut m.stack.overlap.gradient_reduction.value),
-        unit: PLAIN,
-    },
-    Constant {
-        field: "parameter_gather",
-        range: (0.0, 1.0),
-        prior: Some(0.8),
-        place: |m| Some(&mut m.stack.overlap.parameter_gather.value),
-        unit: PLAIN,
-    },
-    Constant {
-        field: "tensor",
-        range: (0.0, 1.0),
-        prior: Some(0.3),
-        place: |m| m.stack.overlap.tensor.as_mut().map(|x| &mut x.value),
-        unit: PLAIN,
-    },
-    Constant {
-        field: "occupancy",
-        range: (0.0, 1.0),
-        prior: Some(0.1),
-        place: |m| m.stack.overlap.occupancy.as_mut().map(|x| &mut x.value),
-        unit: PLAIN,
-    },
-    Constant {
-        field: "micro_batch",
-        range: (0.0, 0.06),
-        prior: Some(0.001),
-        place: |m| Some(&mut m.stack.overhead.micro_batch.value.0),
-        unit: ("Millis", 1e-3),
-    },
-    Constant {
-        field: "step",
-        range: (0.0, 0.5),
-        prior: Some(0.05),
-        place: |m| Some(&mut m.stack.overhead.step.value.0),
-        unit: ("Millis", 1e-3),
-    },
-    Constant {
-        field: "speed",
-        range: (0.3, 1.5),
-        prior: Some(0.95),
-        place: |m| m.stack.kernels.low_precision.as_mut().map(|x| &mut x.speed.value),
-        unit: PLAIN,
-    },
-    Constant {
-        field: "fp4_speed",
-        range: (0.3, 1.5),
-        prior: Some(0.75),
-        place: |m| m.stack.kernels.low_precision.as_mut().and_then(|x| x.fp4_speed.as_mut()).map(|x| &mut x.value),
-        unit: PLAIN,
-    },
-    Constant {
-        field: "grouped_speed",
-        range: (0.2, 1.5),
-        prior: Some(0.8),
-        place: |m| m.stack.kernels.experts.as_mut().map(|x| &mut x.grouped_speed.value),
-        unit: PLAIN,
-    },
-    Constant {
-        field: "routing",
-        range: (1e-6, 1e-2),
-        prior: Some(0.0003),
-        place: |m| m.stack.kernels.experts.as_mut().map(|x| &mut x.routing.value.0),
-        unit: ("Micros", 1e-6),
-    },
-    Constant {
-        field: "exchange_hidden",
-        range: (0.0, 1.0),
-        prior: Some(0.3),
-        place: |m| m.stack.kernels.experts.as_mut().map(|x| &mut x.exchange_hidden.value),
-        unit: PLAIN,
-    },
-    Constant {
-        field: "conversion_bytes",
-        range: (0.0, 20.0),
-        prior: Some(3.0),
-        place: |m| m.stack.kernels.low_precision.as_mut().map(|x| &mut x.conversion_bytes.value),
-        unit: PLAIN,
-    },
+    Constant::new("matmul_speed", (0.5, 1.3), Some(0.92), |m| Some(&mut m.stack.kernels.matmul_speed.value)),
+    Constant::new("streaming_speed", (0.2, 1.3), Some(0.8), |m| {
+        m.stack.kernels.streaming_speed.as_mut().map(|x| &mut x.value)
+    }),
+    Constant::new("attention_speed", (0.2, 2.0), Some(0.9), |m| {
+        m.stack.kernels.attention_speed.as_mut().map(|x| &mut x.value)
+    }),
+    Constant::new("host_launch", (1e-6, 2e-4), Some(3e-5), |m| {
+        m.stack.kernels.host_launch.as_mut().map(|x| &mut x.value.0)
+    })
+    .in_micros(),
+    Constant::new("launch_floor", (1e-6, 2e-5), Some(5e-06), |m| Some(&mut m.stack.kernels.launch_floor.value.0))
+        .in_micros(),
+    Constant::new("gradient_reduction", (0.0, 1.0), Some(0.8), |m| Some(&mut m.stack.overlap.gradient_reduction.value)),
+    Constant::new("parameter_gather", (0.0, 1.0), Some(0.8), |m| Some(&mut m.stack.overlap.parameter_gather.value)),
+    Constant::new("tensor", (0.0, 1.0), Some(0.3), |m| m.stack.overlap.tensor.as_mut().map(|x| &mut x.value)),
+    Constant::new("occupancy", (0.0, 1.0), Some(0.1), |m| m.stack.overlap.occupancy.as_mut().map(|x| &mut x.value)),
+    Constant::new("micro_batch", (0.0, 0.06), Some(0.001), |m| Some(&mut m.stack.overhead.micro_batch.value.0))
+        .in_millis(),
+    Constant::new("step", (0.0, 0.5), Some(0.05), |m| Some(&mut m.stack.overhead.step.value.0)).in_millis(),
+    Constant::new("speed", (0.3, 1.5), Some(0.95), |m| {
+        m.stack.kernels.low_precision.as_mut().map(|x| &mut x.speed.value)
+    }),
+    Constant::new("fp4_speed", (0.3, 1.5), Some(0.75), |m| {
+        m.stack.kernels.low_precision.as_mut().and_then(|x| x.fp4_speed.as_mut()).map(|x| &mut x.value)
+    }),
+    Constant::new("grouped_speed", (0.2, 1.5), Some(0.8), |m| {
+        m.stack.kernels.experts.as_mut().map(|x| &mut x.grouped_speed.value)
+    }),
+    Constant::new("routing", (1e-6, 1e-2), Some(0.0003), |m| {
+        m.stack.kernels.experts.as_mut().map(|x| &mut x.routing.value.0)
+    })
+    .in_micros(),
+    Constant::new("exchange_hidden", (0.0, 1.0), Some(0.3), |m| {
+        m.stack.kernels.experts.as_mut().map(|x| &mut x.exchange_hidden.value)
+    }),
+    Constant::new("conversion_bytes", (0.0, 20.0), Some(3.0), |m| {
+        m.stack.kernels.low_precision.as_mut().map(|x| &mut x.conversion_bytes.value)
+    }),
 ];
 
 /// Constants of devices.
 const DEVICE: [Constant; 3] = [
-    Constant {
-        field: "maximum",
-        range: (0.3, 0.85),
-        prior: None,
-        place: |m| Some(&mut m.device.matmul.maximum.value),
-        unit: PLAIN,
-    },
-    Constant {
-        field: "eights",
-        range: (0.2, 1.0),
-        prior: None,
-        place: |m| m.device.matmul.misaligned.as_mut().map(|x| &mut x.eights.value),
-        unit: PLAIN,
-    },
-    Constant {
-        field: "odd",
-        range: (0.02, 1.0),
-        prior: None,
-        place: |m| m.device.matmul.misaligned.as_mut().map(|x| &mut x.odd.value),
-        unit: PLAIN,
-    },
+    Constant::new("maximum", (0.3, 0.85), None, |m| Some(&mut m.device.matmul.maximum.value)),
+    Constant::new("eights", (0.2, 1.0), None, |m| m.device.matmul.misaligned.as_mut().map(|x| &mut x.eights.value)),
+    Constant::new("odd", (0.02, 1.0), None, |m| m.device.matmul.misaligned.as_mut().map(|x| &mut x.odd.value)),
 ];
 
 /// Constants of clusters.
 const CLUSTER: [Constant; 3] = [
-    Constant {
-        field: "intra.efficiency",
-        range: (0.1, 1.0),
-        prior: None,
-        place: |m| Some(&mut m.cluster.intra.efficiency.value),
-        unit: PLAIN,
-    },
-    Constant {
-        field: "inter.efficiency",
-        range: (0.1, 1.0),
-        prior: None,
-        place: |m| Some(&mut m.cluster.inter.efficiency.value),
-        unit: PLAIN,
-    },
-    Constant {
-        field: "intra.hop_latency",
-        range: (0.0, 2e-4),
-        prior: None,
-        place: |m| Some(&mut m.cluster.intra.hop_latency.value.0),
-        unit: ("Micros", 1e-6),
-    },
+    Constant::new("intra.efficiency", (0.1, 1.0), None, |m| Some(&mut m.cluster.intra.efficiency.value)),
+    Constant::new("inter.efficiency", (0.1, 1.0), None, |m| Some(&mut m.cluster.inter.efficiency.value)),
+    Constant::new("intra.hop_latency", (0.0, 2e-4), None, |m| Some(&mut m.cluster.intra.hop_latency.value.0))
+        .in_micros(),
 ];
 
 /// Profiles whose constants are fitted together, since the same runs use them.
@@ -378,14 +282,14 @@ fn report_folds(samples: &[Sample], chosen: &[usize], constants: &[Scoped]) {
     for fold in 0..FOLDS {
         unseen.extend(held_out(samples, chosen, constants, |index| fold_of(index) == fold));
     }
-    println!("  five folds: {}", describe(&unseen));
+    println!("  five folds: {}", describe(unseen));
     let mut sources: Vec<&str> = chosen.iter().map(|index| &*samples[*index].row.source).collect();
     sources.sort_unstable();
     sources.dedup();
     if sources.len() > 1 {
         for source in sources {
-            let errors = held_out(samples, chosen, constants, |index| samples[index].row.source == source);
-            println!("  without {source}: {}", describe(&errors));
+            let unseen = held_out(samples, chosen, constants, |index| samples[index].row.source == source);
+            println!("  without {source}: {}", describe(unseen));
         }
     }
 }
@@ -400,11 +304,10 @@ fn held_out(samples: &[Sample], chosen: &[usize], constants: &[Scoped], held: im
     out.iter().map(|index| log_error(&samples[*index]).exp() - 1.0).collect()
 }
 
-fn describe(errors: &[f64]) -> String {
-    let mut sizes: Vec<f64> = errors.iter().map(|error| error.abs() * 100.0).collect();
-    sizes.sort_by(f64::total_cmp);
-    let mean = sizes.iter().sum::<f64>() / sizes.len().max(1) as f64;
-    format!("{} runs, mean error {mean:.2} %, median {:.2} %", sizes.len(), sizes[sizes.len() / 2])
+fn describe(unseen: Vec<f64>) -> String {
+    let Some(errors) = errors(unseen.into_iter()) else { return "no runs".to_owned() };
+    let [mean, median] = [errors.mean_absolute, errors.median_absolute].map(|error| error * 100.0);
+    format!("{} runs, mean error {mean:.2} %, median {median:.2} %", errors.count)
 }
 
 /// Puts values into the profiles' files: `field: Origin(VALUE, "source")` keeps its field and gets a new rest.

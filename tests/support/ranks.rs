@@ -15,6 +15,18 @@ use ir::traffic::{Collective, Link, step_traffic};
 use runtime::communicator::{Options, Traffic, World, run_ranks};
 use runtime::executor::{Executor, Held, MicroBatches, StepOptions};
 use runtime::tensor::Tensor;
+use runtime::train::Dropout;
+
+/// Steps with a clipped norm, which drop nothing.
+pub const OPTIMIZER: StepOptions = StepOptions {
+    dropout: Dropout { hidden: 0.0, attention: 0.0 },
+    seed: 0,
+    learning_rate: 1e-3,
+    betas: (0.9, 0.95),
+    epsilon: 1e-8,
+    weight_decay: 0.1,
+    clip: Some(0.5),
+};
 
 /// Parts of whole parameters by name, in runs: first element and numbers.
 pub type Parts = BTreeMap<String, Vec<(u64, Vec<f32>)>>;

@@ -4,13 +4,13 @@ use cost_models::machine::Machine;
 use hardware_profiles::device::MatmulFormat;
 use hardware_profiles::run_names::run_names;
 use hardware_profiles::sourced::Sourced;
-use hardware_profiles::{ClusterProfile, find_cluster, find_device, find_stack};
+use hardware_profiles::{ClusterProfile, DeviceProfile, find_cluster, find_device, find_stack};
 use ir::graph::{ModelGraph, build_graph};
 use ir::model::{
     Attention, Bias, DEFAULT_NORM_EPSILON, DEFAULT_ROTARY_BASE, DType, FeedForward, ModelSpec, NormKind, Position,
     SIZE_LIMIT, Vocabulary, Workload, check_model,
 };
-use ir::sharding::split_of;
+use ir::sharding::{VOCABULARY_MULTIPLE, split_of};
 use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
 use ir::units::{BytesPerSecond, SequenceLength};
 
@@ -18,12 +18,12 @@ use super::families::{Family, family_of};
 use super::table::Run;
 use crate::request::{FixedChoices, Request};
 
+/// Where names of profiles come from, for errors.
+const ORIGIN: &str = "run_names.ron";
 /// Bytes a second of a Gbit/s.
 const GIGABIT: f64 = 0.125e9;
 /// Bytes of a GB in a device's nominal memory.
 const GIGABYTE: f64 = 1e9;
-/// Multiple to which Megatron pads vocabulary rows for each tensor rank (`--make-vocab-size-divisible-by`).
-const VOCABULARY_MULTIPLE: u64 = 128;
 /// Micro-batches that are tried where a row has none.
 const MICRO_BATCHES: [u64; 4] = [1, 2, 4, 8];
 
@@ -34,7 +34,7 @@ pub struct Case {
     pub request: Request,
     /// The model's graph.
     pub graph: ModelGraph,
-    /// Layouts that the row's blank cells leave possible, those that users try first in front.
+    /// Layouts that the row's blank cells leave possible.
     pub layouts: Vec<Strategy>,
     /// Whether cells that decide time were blank.
     pub open: bool,
@@ -85,31 +85,33 @@ fn machine_of(run: &Run) -> Result<Machine, String> {
     let clusters = names.clusters(&run.gpu).map_err(|problem| problem.to_string())?;
     let stack = names.stack(&run.framework, run.year).map_err(|problem| problem.to_string())?;
     let find = |error: hardware_profiles::Error| error.to_string();
-    let mut nearest: Option<(f64, Machine)> = None;
-    for name in clusters {
-        let mut cluster = find_cluster(name, "run_names.ron").map_err(find)?;
-        let device = find_device(&cluster.device, "run_names.ron").map_err(find)?;
-        let memory = run.gpu_mem_gb.map_or(0.0, |gb| (gb * GIGABYTE / device.memory.value.0 as f64).ln().abs());
-        let network = run.inter_gbps_per_gpu.map_or(0.0, |gbps| {
-            let profile = cluster.inter.bandwidth_per_nic_per_direction.value.0 * cluster.nics_per_gpu();
-            (gbps * GIGABIT / profile).ln().abs()
-        });
-        if let Some(gbps) = run.inter_gbps_per_gpu {
-            state_network(&mut cluster, gbps);
-        }
-        let stack = find_stack(stack, "run_names.ron").map_err(find)?;
-        let node_gpus = run.gpus_per_node.unwrap_or(cluster.node_gpus);
-        let distance = memory + network;
-        if nearest.as_ref().is_none_or(|(least, _)| distance < *least) {
-            let mut machine = Machine { device, cluster, stack, node_gpus, matmul_format: MatmulFormat::Model };
-            machine.matmul_format = format_of(run, &machine)?;
-            if let Some(flash) = run.flash_attention {
-                machine.stack.kernels.flash_attention = flash;
-            }
-            nearest = Some((distance, machine));
-        }
+    let mut stack = find_stack(stack, ORIGIN).map_err(find)?;
+    if let Some(flash) = run.flash_attention {
+        stack.kernels.flash_attention = flash;
     }
-    nearest.map(|(_, machine)| machine).ok_or_else(|| "no cluster has this accelerator".to_owned())
+    let mut known: Vec<(ClusterProfile, DeviceProfile)> = Vec::with_capacity(clusters.len());
+    for name in clusters {
+        let cluster = find_cluster(name, ORIGIN).map_err(find)?;
+        let device = find_device(&cluster.device, ORIGIN).map_err(find)?;
+        known.push((cluster, device));
+    }
+    let nearest = known.into_iter().min_by(|a, b| distance(run, a).total_cmp(&distance(run, b)));
+    let (mut cluster, device) = nearest.ok_or_else(|| "no cluster has this accelerator".to_owned())?;
+    if let Some(gbps) = run.inter_gbps_per_gpu {
+        state_network(&mut cluster, gbps);
+    }
+    let node_gpus = run.gpus_per_node.unwrap_or(cluster.node_gpus);
+    Ok(Machine { matmul_format: format_of(run, &device)?, device, cluster, stack, node_gpus })
+}
+
+/// How far memory and network that a row states are from a cluster's: the sum of the logarithms of their ratios.
+fn distance(run: &Run, (cluster, device): &(ClusterProfile, DeviceProfile)) -> f64 {
+    let memory = run.gpu_mem_gb.map_or(0.0, |gb| (gb * GIGABYTE / device.memory.value.0 as f64).ln().abs());
+    let network = run.inter_gbps_per_gpu.map_or(0.0, |gbps| {
+        let profile = cluster.inter.bandwidth_per_nic_per_direction.value.0 * cluster.nics_per_gpu();
+        (gbps * GIGABIT / profile).ln().abs()
+    });
+    memory + network
 }
 
 /// Sets a cluster's network to the bandwidth that the row states.
@@ -119,14 +121,14 @@ fn state_network(cluster: &mut ClusterProfile, gbps: f64) {
     *card = Sourced { value: BytesPerSecond(per_card), source: "stated by the row".to_owned(), ..card.clone() };
 }
 
-fn format_of(run: &Run, machine: &Machine) -> Result<MatmulFormat, String> {
+fn format_of(run: &Run, device: &DeviceProfile) -> Result<MatmulFormat, String> {
     let format = match run.precision.as_deref() {
         Some("fp8") => MatmulFormat::Fp8,
         Some("nvfp4") => MatmulFormat::Fp4,
         _ => MatmulFormat::Model,
     };
-    let supported = machine.device.product_peak(format, dtype_of(run)).is_some();
-    let reason = || format!("{} has no {} products", machine.device.name, run.precision.as_deref().unwrap_or("such"));
+    let supported = device.product_peak(format, dtype_of(run)).is_some();
+    let reason = || format!("{} has no {} products", device.name, run.precision.as_deref().unwrap_or("such"));
     supported.then_some(format).ok_or_else(reason)
 }
 
@@ -210,7 +212,7 @@ fn feed_forward_of(run: &Run, family: Family, gated: bool, [hidden, layers]: [u6
 
 /// The layouts that a row leaves possible: its own, with each setting of what it does not state.
 ///
-/// Unstated recomputation is the least that fits, an unstated micro-batch any that divides the batch.
+/// Unstated recomputation is any that the stack offers, an unstated micro-batch any small one that divides the batch.
 fn layouts_of(run: &Run, machine: &Machine) -> Result<Vec<Strategy>, String> {
     let gpus = needed(run.gpus, "gpus")?;
     let [tensor, pipeline, data] = [needed(run.tp, "tp")?, needed(run.pp, "pp")?, needed(run.dp, "dp")?];
@@ -234,23 +236,20 @@ fn layouts_of(run: &Run, machine: &Machine) -> Result<Vec<Strategy>, String> {
     if let Some(size) = run.micro_batch.filter(|size| !batch.is_multiple_of(size.saturating_mul(data))) {
         return Err(format!("a batch of {batch} is not whole micro-batches of {size} on {data} replicas"));
     }
-    let stated = run.recompute.as_deref();
-    let offered = |recompute: &Recompute| match stated {
-        Some(word) => recompute.name() == word,
+    let possible = |recompute: &Recompute| match run.recompute {
+        Some(stated) => *recompute == stated,
         None => machine.stack.offers.recompute.contains(recompute),
     };
-    let zero = run.zero_stage.unwrap_or(0);
-    let zero_stage = ZeroStage::ALL.into_iter().find(|stage| u64::from(u8::from(*stage)) == zero);
     let mut layouts = Vec::new();
     for micro_batch in micro_batches {
-        for recompute in Recompute::ALL.into_iter().filter(offered) {
+        for recompute in Recompute::ALL.into_iter().filter(possible) {
             layouts.push(Strategy {
                 tensor_parallel: tensor,
                 pipeline_parallel: pipeline,
                 data_parallel: data,
                 context_parallel: context,
                 expert_parallel: expert,
-                zero_stage: zero_stage.unwrap_or(ZeroStage::None),
+                zero_stage: run.zero_stage.unwrap_or(ZeroStage::None),
                 shard_group: data,
                 micro_batch,
                 global_batch: batch,

@@ -2,6 +2,7 @@
 
 use csv::StringRecord;
 use ir::error::Problem;
+use ir::strategy::{Recompute, ZeroStage};
 
 use crate::error::Error;
 
@@ -72,9 +73,9 @@ pub struct Run {
     /// Sequence parallelism.
     pub sequence_parallel: Option<bool>,
     /// ZeRO stage.
-    pub zero_stage: Option<u64>,
-    /// `none`, `selective` or `full`.
-    pub recompute: Option<String>,
+    pub zero_stage: Option<ZeroStage>,
+    /// What backward computes again.
+    pub recompute: Option<Recompute>,
     /// Sequences of a micro-batch.
     pub micro_batch: Option<u64>,
     /// Sequences of a step.
@@ -222,8 +223,10 @@ fn read_row(cells: &mut Cells) -> Row {
         cp: cells.count("cp"),
         ep: cells.count("ep"),
         sequence_parallel: cells.switch("sequence_parallel"),
-        zero_stage: cells.parse("zero_stage", "0, 1, 2 or 3", |text| text.parse().ok().filter(|stage| *stage < 4)),
-        recompute: cells.word("recompute", &["none", "selective", "full"]),
+        zero_stage: cells.parse("zero_stage", "0, 1, 2 or 3", |text| text.parse::<u8>().ok()?.try_into().ok()),
+        recompute: cells.parse("recompute", "one of none, selective, full", |text| {
+            Recompute::ALL.into_iter().find(|recompute| recompute.name() == text)
+        }),
         micro_batch: cells.count("micro_batch"),
         global_batch: cells.count("global_batch"),
         precision: cells.word("precision", &["fp32", "fp16", "bf16", "fp8", "nvfp4"]),
