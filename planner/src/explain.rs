@@ -33,11 +33,18 @@ pub fn describe(strategy: &Strategy) -> String {
         Recompute::None => "no recomputation".to_owned(),
         choice => format!("{} recomputation", choice.name()),
     };
+    let beyond_one = |name: &str, degree: u64| match degree {
+        1 => String::new(),
+        degree => format!("{name}{degree}"),
+    };
     format!(
-        "tensor {} x pipeline {} x data {}, ZeRO-{}, micro-batch {}, {recompute}{}",
+        "tensor {} x pipeline {} x data {}{}{}{}, ZeRO-{}, micro-batch {}, {recompute}{}",
         strategy.tensor_parallel,
         strategy.pipeline_parallel,
         strategy.data_parallel,
+        beyond_one(" x context ", strategy.context_parallel),
+        beyond_one(", experts over ", strategy.expert_parallel),
+        beyond_one(", virtual stages ", strategy.virtual_stages),
         u8::from(strategy.zero_stage),
         strategy.micro_batch,
         if strategy.sequence_parallel { ", sequence parallel" } else { "" }

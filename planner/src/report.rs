@@ -1,5 +1,6 @@
 //! What the user sees: summary, tables of a plan, and the same facts as JSON.
 
+pub mod comparison;
 pub mod inspect;
 pub mod json;
 pub mod program;
@@ -20,7 +21,8 @@ fn paragraph(text: &str) -> String {
 /// A plain table: a header line, then rows. Columns of numbers are right-aligned, columns of words left.
 pub fn table(header: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
     let rows: Vec<Vec<String>> = rows.into_iter().collect();
-    let numeric = |column: usize| rows.iter().all(|row| row[column].starts_with(|c: char| c.is_ascii_digit()));
+    let number = |c: char| c.is_ascii_digit() || "+-".contains(c);
+    let numeric = |column: usize| rows.iter().all(|row| row[column].starts_with(number));
     let numbers: Vec<bool> = (0..header.len()).map(numeric).collect();
     let mut table = Table::new();
     table.load_preset(NOTHING).set_header(header.to_vec());

@@ -78,7 +78,8 @@ pub fn error_value(problems: &[Problem]) -> Value {
     json!({ "error": error })
 }
 
-fn strategy_value(strategy: &Strategy, executable: &Executable) -> Value {
+/// A strategy as one object.
+pub fn strategy_value(strategy: &Strategy, executable: &Executable) -> Value {
     let reason = match executable {
         Executable::Yes => None,
         Executable::No(reason) => Some(reason),

@@ -26,6 +26,8 @@ pub enum Command {
     Inspect(InspectOptions),
     /// Verify a plan file
     Check(CheckOptions),
+    /// Compare two plans term by term: what differs, what it costs, which limit binds
+    Compare(CompareOptions),
     /// Predict every row of a table of measured runs
     Validate(ValidateOptions),
     /// List the example models that are built in
@@ -198,6 +200,18 @@ pub struct InspectOptions {
 pub struct CheckOptions {
     /// Plan file
     pub plan: PathBuf,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Options of `plan compare`.
+#[derive(Debug, Args)]
+pub struct CompareOptions {
+    /// Plan file
+    pub a: PathBuf,
+    /// Plan file to compare with it
+    pub b: PathBuf,
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,

@@ -4,6 +4,7 @@
 
 mod arguments;
 mod check;
+mod compare;
 mod execute;
 mod import;
 mod inspect;
@@ -32,6 +33,7 @@ fn main() -> ExitCode {
         None => search::run(&arguments.search),
         Some(Command::Inspect(options)) => inspect::run(&options),
         Some(Command::Check(options)) => check::run(&options),
+        Some(Command::Compare(options)) => compare::run(&options),
         Some(Command::Validate(options)) => validate::run(&options),
         Some(Command::Models(options)) => library::models(options.json),
         Some(Command::Clusters(options)) => library::clusters(options.json),
