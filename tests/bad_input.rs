@@ -658,3 +658,57 @@ fn a_choice_that_fits_nowhere() {
     assert!(arguments.contains(flag), "`{flag}` was given");
     accept("the advice", folder.path(), &format!("{} --dry-run", arguments.replace(flag, "")));
 }
+
+/// A table of two sound runs of a user's own.
+const LOG: &str = "\
+layers,hidden,heads,seq_len,gpu,gpus,tp,pp,micro_batch,global_batch,measured_step_s
+12,768,12,1024,,8,1,1,4,64,0.25
+12,768,12,1024,my own,8,2,1,4,64,0.31
+";
+
+#[test]
+fn mistakes_in_logged_runs() {
+    let rows: &[Edit] = &[
+        ("misspelt column", "hidden", "hiden", &["no column `hidden`", "--> log.csv"]),
+        ("unknown column", "micro_batch", "micro_bach", &["column `micro_bach`", "line 1", "nearest: micro_batch"]),
+        ("nothing measured", "measured_step_s", "measured_mfu", &["`measured_step_s` or `measured_peak_mem_gib`"]),
+        ("word for a number", "0.25", "fast", &["`fast` in column measured_step_s", "log.csv, line 2"]),
+        ("negative time", "0.31", "-0.31", &["`-0.31` in column measured_step_s", "log.csv, line 3"]),
+        ("endless time", "0.31", "inf", &["`inf` in column measured_step_s", "log.csv, line 3"]),
+        ("no layers", "12,768,12", "0,768,12", &["`0` in column layers", "line 2"]),
+        ("another device", "my own", "H100-SXM", &["run 2", "ran on H100-SXM", "has a100-sxm-80gb", "leave its gpu"]),
+        ("a cell too many", "0.31", "0.31,", &["log.csv, line 3", "no table"]),
+    ];
+    let line = "calibrate log.csv --cluster dgx-a100-80gb --out mine.ron";
+    for (name, from, to, pieces) in rows {
+        let folder = folder(&[text("log.csv", &edited(LOG, from, to))]);
+        check(name, folder.path(), line, BAD_INPUT, pieces);
+    }
+    let header = LOG.lines().next().unwrap_or_default();
+    let whole: &[(&str, &str, &[&str])] = &[
+        ("no rows", header, &["has no rows", "--> log.csv"]),
+        ("nothing", "", &["no column `layers`", "--> log.csv"]),
+        (
+            "no run that can be predicted",
+            &LOG.replace(",8,", ",9,"),
+            &["run 1", "run 2", "tp 2 x pp 1 x dp 4 x cp 1 is not 9 GPUs"],
+        ),
+        ("no run that was measured", &LOG.replace("0.25", "").replace("0.31", ""), &["run 1", "measured_step_s"]),
+    ];
+    for (name, log, pieces) in whole {
+        let folder = folder(&[text("log.csv", log)]);
+        check(name, folder.path(), line, BAD_INPUT, pieces);
+    }
+    let lines: &[Line] = &[
+        ("no table", "calibrate absent.csv --cluster dgx-a100-80gb --out mine.ron", &["No such file", "absent.csv"]),
+        ("no cluster", "calibrate log.csv --out mine.ron", &["required", "--cluster"]),
+        ("no file", "calibrate log.csv --cluster dgx-a100-80gb", &["required", "--out"]),
+        ("misspelt cluster", "calibrate log.csv --cluster dgx --out mine.ron", &["no cluster `dgx`", "nearest"]),
+        ("missing folder", "calibrate log.csv --cluster dgx-a100-80gb --out a/b.ron", &["No such file", "a/b.ron"]),
+        ("other bytes", "calibrate log.csv --cluster dgx-a100-80gb --out log.csv", &["something else", "--force"]),
+    ];
+    let folder = folder(&[text("log.csv", LOG)]);
+    for (name, line, pieces) in lines {
+        check(name, folder.path(), line, BAD_INPUT, pieces);
+    }
+}

@@ -216,7 +216,7 @@ fn names(folder: &Dir<'_>) -> Vec<String> {
 }
 
 /// The known names that are most like one, nearest first, for an error.
-pub(crate) fn nearest<N: AsRef<str>>(known: impl IntoIterator<Item = N>, name: &str) -> String {
+pub fn nearest<N: AsRef<str>>(known: impl IntoIterator<Item = N>, name: &str) -> String {
     let mut known: Vec<N> = known.into_iter().collect();
     known.sort_by_key(|known| strsim::damerau_levenshtein(known.as_ref(), name));
     known.truncate(SUGGESTIONS);

@@ -17,7 +17,7 @@ use std::fs;
 use std::path::Path;
 
 use cost_models::machine::Machine;
-use planner::fitting::{self, Free};
+use planner::fitting::{self, Free, PULL};
 use planner::validate::case::{Case, prepare};
 use planner::validate::predict;
 use planner::validate::summary::errors;
@@ -212,17 +212,12 @@ fn samples(rows: &[Row]) -> Vec<Sample> {
     }
     let mut repeats: BTreeMap<String, f64> = BTreeMap::new();
     for sample in &samples {
-        *repeats.entry(configuration(&sample.row)).or_default() += 1.0;
+        *repeats.entry(sample.row.run.configuration()).or_default() += 1.0;
     }
     for sample in &mut samples {
-        sample.weight = 1.0 / repeats[&configuration(&sample.row)];
+        sample.weight = 1.0 / repeats[&sample.row.run.configuration()];
     }
     samples
-}
-
-/// Everything that a prediction looks at.
-fn configuration(row: &Row) -> String {
-    format!("{:?}", row.run)
 }
 
 /// Error of one sample: the logarithm of predicted over measured.
@@ -256,8 +251,8 @@ fn read(samples: &[Sample], chosen: &[usize], scoped: &Scoped) -> f64 {
 /// The constants with the least error, put into the samples' machines.
 fn fit(samples: &mut [Sample], chosen: &[usize], constants: &[Scoped]) -> Vec<f64> {
     let own = |scoped: &Scoped| scoped.constant.prior.unwrap_or_else(|| read(samples, chosen, scoped));
-    let free: Vec<Free> =
-        constants.iter().map(|scoped| Free { prior: own(scoped), range: scoped.constant.range }).collect();
+    let free = |scoped: &Scoped| Free { prior: own(scoped), range: scoped.constant.range, pull: PULL };
+    let free: Vec<Free> = constants.iter().map(free).collect();
     let weights: Vec<f64> = chosen.iter().map(|index| samples[*index].weight).collect();
     let place = |samples: &mut [Sample], values: &[f64]| {
         constants.iter().zip(values).for_each(|(scoped, value)| set(samples, chosen, scoped, *value));
@@ -272,11 +267,11 @@ fn fit(samples: &mut [Sample], chosen: &[usize], constants: &[Scoped]) -> Vec<f6
 
 /// Errors on runs that the fit has not seen.
 fn report_folds(samples: &[Sample], chosen: &[usize], constants: &[Scoped]) {
-    let mut configurations: Vec<String> = chosen.iter().map(|index| configuration(&samples[*index].row)).collect();
+    let mut configurations: Vec<String> = chosen.iter().map(|index| samples[*index].row.run.configuration()).collect();
     configurations.sort();
     configurations.dedup();
     let fold_of = |index: usize| {
-        configurations.binary_search(&configuration(&samples[index].row)).map_or(0, |place| place % FOLDS)
+        configurations.binary_search(&samples[index].row.run.configuration()).map_or(0, |place| place % FOLDS)
     };
     let mut unseen = Vec::new();
     for fold in 0..FOLDS {

@@ -13,8 +13,8 @@ const LONGEST: f64 = 0.5;
 const DIFFERENCE: f64 = 1e-3;
 /// Log errors below this count little.
 const CORNER: f64 = 0.02;
-/// Weight of the squared distance from the value before any run, so that what hardly any run decides stays there.
-const PULL: f64 = 2.0;
+/// Usual weight of the squared distance from the value before any run, so that what hardly any run decides stays there.
+pub const PULL: f64 = 2.0;
 /// First damping, and the factors by which it falls and rises.
 const DAMPING: (f64, f64, f64) = (1e-2, 0.3, 4.0);
 
@@ -25,19 +25,23 @@ pub struct Free {
     pub prior: f64,
     /// Least and largest value; a scale where the least is above zero, else a share of the largest.
     pub range: (f64, f64),
+    /// Weight of the squared distance of its coordinate from the prior's, against runs of weight 1.
+    pub pull: f64,
 }
 
 impl Free {
     /// The coordinate of a value in the search: its logarithm, or the part of the largest value.
-    fn coordinate(&self, value: f64) -> f64 {
+    pub fn coordinate(&self, value: f64) -> f64 {
         if self.range.0 == 0.0 { value / self.range.1 } else { value.ln() }
     }
 
-    fn value(&self, coordinate: f64) -> f64 {
+    /// The value of a coordinate.
+    pub fn value(&self, coordinate: f64) -> f64 {
         if self.range.0 == 0.0 { coordinate * self.range.1 } else { coordinate.exp() }
     }
 
-    fn clamp(&self, coordinate: f64) -> f64 {
+    /// The coordinate inside the range that is nearest.
+    pub fn clamp(&self, coordinate: f64) -> f64 {
         let [least, most] = [self.range.0, self.range.1].map(|end| self.coordinate(end));
         coordinate.clamp(least, most)
     }
@@ -56,8 +60,9 @@ pub fn fit(constants: &[Free], weights: &[f64], mut errors: impl FnMut(&[f64]) -
     for _ in 0..ITERATIONS {
         let sharp: Vec<f64> = weights.iter().zip(&found).map(|(weight, e)| weight / e.abs().max(CORNER)).collect();
         let merit = |found: &[f64], point: &[f64]| -> f64 {
-            let away = point.iter().zip(&priors).map(|(at, prior)| (at - prior).powi(2)).sum::<f64>();
-            found.iter().zip(&sharp).map(|(error, weight)| weight * error * error).sum::<f64>() + PULL * away
+            let distances = point.iter().zip(&priors).map(|(at, prior)| (at - prior).powi(2));
+            let away = constants.iter().zip(distances).map(|(constant, square)| constant.pull * square).sum::<f64>();
+            found.iter().zip(&sharp).map(|(error, weight)| weight * error * error).sum::<f64>() + away
         };
         let mut shifted = |index: usize, step: f64| {
             let mut moved = point.clone();
@@ -65,7 +70,11 @@ pub fn fit(constants: &[Free], weights: &[f64], mut errors: impl FnMut(&[f64]) -
             errors(&values(&moved))
         };
         let slopes = slopes(constants, &point, &found, &mut shifted);
-        let (normal, gradient) = normal_equations(&slopes, &found, &sharp, &point, &priors);
+        let (mut normal, mut gradient) = normal_equations(&slopes, &found, &sharp);
+        for (index, constant) in constants.iter().enumerate() {
+            normal[(index, index)] += constant.pull;
+            gradient[index] += constant.pull * (point[index] - priors[index]);
+        }
         let least = merit(&found, &point) * (1.0 - 1e-6);
         let mut better = None;
         for _ in 0..DAMPINGS {
@@ -102,21 +111,9 @@ fn slopes(
     slopes
 }
 
-fn normal_equations(
-    slopes: &DMatrix<f64>,
-    found: &[f64],
-    weights: &[f64],
-    point: &[f64],
-    priors: &[f64],
-) -> (DMatrix<f64>, DVector<f64>) {
+fn normal_equations(slopes: &DMatrix<f64>, found: &[f64], weights: &[f64]) -> (DMatrix<f64>, DVector<f64>) {
     let weighted = DMatrix::from_fn(slopes.nrows(), slopes.ncols(), |row, column| slopes[(row, column)] * weights[row]);
-    let mut normal = weighted.transpose() * slopes;
-    let mut gradient = weighted.transpose() * DVector::from_column_slice(found);
-    for index in 0..point.len() {
-        normal[(index, index)] += PULL;
-        gradient[index] += PULL * (point[index] - priors[index]);
-    }
-    (normal, gradient)
+    (weighted.transpose() * slopes, weighted.transpose() * DVector::from_column_slice(found))
 }
 
 fn damped_step(
@@ -142,7 +139,8 @@ mod tests {
         let truth = [2.0, 0.3];
         let model = |values: &[f64], x: f64| (values[0] * x + values[1] * 10.0).ln();
         let measured: Vec<f64> = (1..20).map(|x| model(&truth, f64::from(x))).collect();
-        let constants = [Free { prior: 1.5, range: (0.1, 10.0) }, Free { prior: 0.5, range: (0.0, 1.0) }];
+        let constants =
+            [Free { prior: 1.5, range: (0.1, 10.0), pull: PULL }, Free { prior: 0.5, range: (0.0, 1.0), pull: PULL }];
         let weights = vec![100.0; measured.len()];
         let found = fit(&constants, &weights, |values| {
             let error =
@@ -156,7 +154,7 @@ mod tests {
 
     #[test]
     fn a_constant_that_no_run_sees_keeps_its_prior() {
-        let constants = [Free { prior: 0.7, range: (0.1, 2.0) }];
+        let constants = [Free { prior: 0.7, range: (0.1, 2.0), pull: PULL }];
         assert!((fit(&constants, &[1.0], |_| vec![0.5])[0] - 0.7).abs() < 1e-12);
     }
 }

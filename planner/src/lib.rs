@@ -2,6 +2,7 @@
 //!
 //! No constant of hardware and no formula of time stands here.
 
+pub mod calibrate;
 pub mod compare;
 pub mod compile;
 pub mod error;

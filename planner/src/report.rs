@@ -1,5 +1,6 @@
 //! What the user sees: summary, tables of a plan, and the same facts as JSON.
 
+pub mod calibration;
 pub mod comparison;
 pub mod inspect;
 pub mod json;

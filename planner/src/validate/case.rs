@@ -4,7 +4,7 @@ use cost_models::machine::Machine;
 use hardware_profiles::device::MatmulFormat;
 use hardware_profiles::run_names::run_names;
 use hardware_profiles::sourced::Sourced;
-use hardware_profiles::{ClusterProfile, DeviceProfile, find_cluster, find_device, find_stack};
+use hardware_profiles::{ClusterProfile, DeviceProfile, StackProfile, find_cluster, find_device, find_stack};
 use ir::graph::{ModelGraph, build_graph};
 use ir::model::{
     Attention, Bias, DEFAULT_NORM_EPSILON, DEFAULT_ROTARY_BASE, DType, FeedForward, ModelSpec, NormKind, Position,
@@ -45,7 +45,14 @@ pub struct Case {
 /// # Errors
 /// Why the run cannot be represented.
 pub fn prepare(run: &Run) -> Result<Case, String> {
-    let machine = machine_of(run)?;
+    prepare_on(run, machine_of(run)?)
+}
+
+/// Prepares a run on a machine, whatever its row says of accelerator and software.
+///
+/// # Errors
+/// Why the run cannot be represented.
+pub fn prepare_on(run: &Run, machine: Machine) -> Result<Case, String> {
     let model = model_of(run, machine.stack.offers.tensor_parallel)?;
     let layouts = layouts_of(run, &machine)?;
     check_model(&model, "row").map_err(|error| error.to_string())?;
@@ -85,10 +92,7 @@ fn machine_of(run: &Run) -> Result<Machine, String> {
     let clusters = names.clusters(&run.gpu).map_err(|problem| problem.to_string())?;
     let stack = names.stack(&run.framework, run.year).map_err(|problem| problem.to_string())?;
     let find = |error: hardware_profiles::Error| error.to_string();
-    let mut stack = find_stack(stack, ORIGIN).map_err(find)?;
-    if let Some(flash) = run.flash_attention {
-        stack.kernels.flash_attention = flash;
-    }
+    let stack = find_stack(stack, ORIGIN).map_err(find)?;
     let mut known: Vec<(ClusterProfile, DeviceProfile)> = Vec::with_capacity(clusters.len());
     for name in clusters {
         let cluster = find_cluster(name, ORIGIN).map_err(find)?;
@@ -99,6 +103,22 @@ fn machine_of(run: &Run) -> Result<Machine, String> {
     let (mut cluster, device) = nearest.ok_or_else(|| "no cluster has this accelerator".to_owned())?;
     if let Some(gbps) = run.inter_gbps_per_gpu {
         state_network(&mut cluster, gbps);
+    }
+    assemble(run, cluster, device, stack)
+}
+
+/// Device, cluster and stack as a run used them: its node size, its number format, its attention kernel.
+///
+/// # Errors
+/// The device has no products of the run's format.
+pub fn assemble(
+    run: &Run,
+    cluster: ClusterProfile,
+    device: DeviceProfile,
+    mut stack: StackProfile,
+) -> Result<Machine, String> {
+    if let Some(flash) = run.flash_attention {
+        stack.kernels.flash_attention = flash;
     }
     let node_gpus = run.gpus_per_node.unwrap_or(cluster.node_gpus);
     Ok(Machine { matmul_format: format_of(run, &device)?, device, cluster, stack, node_gpus })

@@ -1,6 +1,7 @@
 //! Tables of measured runs: columns read into what a run was and, apart from it, what was measured.
 
 use csv::StringRecord;
+use hardware_profiles::library::nearest;
 use ir::error::Problem;
 use ir::strategy::{Recompute, ZeroStage};
 
@@ -9,6 +10,21 @@ use crate::error::Error;
 /// Columns that a table must have.
 const NEEDED: [&str; 12] =
     ["id", "layers", "hidden", "heads", "seq_len", "gpu", "gpus", "tp", "pp", "dp", "global_batch", "framework"];
+
+/// Columns that a table of a user's own runs must have; the rest may be blank or absent.
+const NEEDED_OF_OWN: [&str; 6] = ["layers", "hidden", "heads", "seq_len", "gpus", "global_batch"];
+/// Columns of which such a table must have one.
+const MEASURED: [&str; 2] = ["measured_step_s", "measured_peak_mem_gib"];
+/// All columns of a table of runs.
+#[rustfmt::skip]
+const COLUMNS: [&str; 43] = [
+    "id", "source", "source_locator", "model_family", "layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab",
+    "seq_len", "num_experts", "top_k", "gated_mlp", "params_b", "gpu", "gpu_mem_gb", "gpus", "gpus_per_node",
+    "interconnect_intra", "interconnect_inter_gbps_per_gpu", "tp", "pp", "vpp", "dp", "cp", "ep", "sequence_parallel",
+    "zero_stage", "recompute", "micro_batch", "global_batch", "precision", "flash_attention", "framework", "year",
+    "measured_step_s", "measured_tokens_per_s_per_gpu", "measured_tflops_per_gpu", "tflops_convention",
+    "measured_mfu", "measured_peak_mem_gib", "notes",
+];
 
 /// A row of a table.
 #[derive(Clone, Debug, PartialEq)]
@@ -90,6 +106,13 @@ pub struct Run {
     pub year: Option<u64>,
 }
 
+impl Run {
+    /// Everything that a prediction looks at: equal for repeats of a run.
+    pub fn configuration(&self) -> String {
+        format!("{self:?}")
+    }
+}
+
 /// What was measured; `None` where the table does not say.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Measured {
@@ -108,15 +131,60 @@ pub struct Measured {
 /// # Errors
 /// `Error::BadInput` with every missing column and every cell that is no number, by line.
 pub fn read_table(text: &str, origin: &str) -> Result<Vec<Row>, Error> {
+    read_rows(text, origin, |headers| missing(headers, &NEEDED, origin))
+}
+
+/// Reads a table of a user's own runs, which need not say what everybody there knows: a run without a name is called
+/// by its place, blank degrees are 1, and replicas or accelerators follow from one another.
+///
+/// # Errors
+/// `Error::BadInput` with every missing and every unknown column, and every cell that is no number, by line.
+pub fn read_own_runs(text: &str, origin: &str) -> Result<Vec<Row>, Error> {
+    let mut rows = read_rows(text, origin, |headers| {
+        let mut problems = missing(headers, &NEEDED_OF_OWN, origin);
+        problems.extend(headers.iter().filter_map(|header| unknown(header, origin)));
+        if !headers.iter().any(|header| MEASURED.contains(&header)) {
+            let what = format!("there is no column {}", MEASURED.map(|name| format!("`{name}`")).join(" or "));
+            problems.push(Problem::new(what, origin, "say what was measured: seconds of a step, or peak GiB"));
+        }
+        problems
+    })?;
+    for (index, row) in rows.iter_mut().enumerate() {
+        if row.id.is_empty() {
+            row.id = format!("run {}", index + 1);
+        }
+        let run = &mut row.run;
+        let degrees = [&mut run.tp, &mut run.pp, &mut run.cp].map(|degree| *degree.get_or_insert(1));
+        if let (None, Some(gpus)) = (run.dp, run.gpus)
+            && let Some(ranks) = degrees.into_iter().try_fold(1, u64::checked_mul)
+        {
+            run.dp = Some((gpus / ranks).max(1));
+        }
+    }
+    Ok(rows)
+}
+
+fn missing(headers: &StringRecord, needed: &[&str], origin: &str) -> Vec<Problem> {
+    let absent = needed.iter().filter(|name| !headers.iter().any(|header| header == **name));
+    let problem =
+        |name: &&str| Problem::new(format!("there is no column `{name}`"), origin, "give the table a header with it");
+    absent.map(problem).collect()
+}
+
+fn unknown(header: &str, origin: &str) -> Option<Problem> {
+    if COLUMNS.contains(&header) {
+        return None;
+    }
+    let help = format!("leave it out, or mend its name; nearest: {}", nearest(COLUMNS, header));
+    Some(Problem::new(format!("there is no meaning to column `{header}`"), format!("{origin}, line 1"), help))
+}
+
+fn read_rows(text: &str, origin: &str, check: impl Fn(&StringRecord) -> Vec<Problem>) -> Result<Vec<Row>, Error> {
     let mut reader = csv::ReaderBuilder::new().flexible(false).from_reader(text.as_bytes());
     let headers = reader.headers().map_err(|error| malformed(&error, origin))?.clone();
-    let missing: Vec<Problem> = NEEDED
-        .iter()
-        .filter(|name| !headers.iter().any(|header| header == **name))
-        .map(|name| Problem::new(format!("there is no column `{name}`"), origin, "give the table a header with it"))
-        .collect();
-    if !missing.is_empty() {
-        return Err(Error::BadInput(missing));
+    let wrong = check(&headers);
+    if !wrong.is_empty() {
+        return Err(Error::BadInput(wrong));
     }
     let (mut rows, mut problems) = (Vec::new(), Vec::new());
     for record in reader.records() {

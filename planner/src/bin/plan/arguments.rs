@@ -30,6 +30,8 @@ pub enum Command {
     Compare(CompareOptions),
     /// Predict every row of a table of measured runs
     Validate(ValidateOptions),
+    /// Fit a cluster's constants to a user's own logged runs
+    Calibrate(CalibrateOptions),
     /// List the example models that are built in
     Models(ListOptions),
     /// List the built-in clusters with their devices and sources
@@ -222,6 +224,28 @@ pub struct CompareOptions {
 pub struct ValidateOptions {
     /// Table of runs (CSV, columns as in tests/published/runs.csv)
     pub runs: PathBuf,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Options of `plan calibrate`.
+#[derive(Debug, Args)]
+pub struct CalibrateOptions {
+    /// Table of runs (CSV, columns as in tests/published/runs.csv; those that nobody logged may be left out)
+    pub runs: PathBuf,
+    /// Built-in cluster, or a cluster file, on which the runs took place
+    #[arg(long, value_name = "NAME|FILE")]
+    pub cluster: String,
+    /// Built-in software stack, or a stack file [default: that of the cluster file, or planwright]
+    #[arg(long, value_name = "NAME|FILE")]
+    pub stack: Option<String>,
+    /// Cluster file to write, for `plan --cluster`
+    #[arg(long, value_name = "FILE")]
+    pub out: PathBuf,
+    /// Replace a file that differs
+    #[arg(long)]
+    pub force: bool,
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,

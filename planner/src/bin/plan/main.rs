@@ -3,6 +3,7 @@
 #![allow(clippy::print_stdout, reason = "this is the program that prints")]
 
 mod arguments;
+mod calibrate;
 mod check;
 mod compare;
 mod execute;
@@ -35,6 +36,7 @@ fn main() -> ExitCode {
         Some(Command::Check(options)) => check::run(&options),
         Some(Command::Compare(options)) => compare::run(&options),
         Some(Command::Validate(options)) => validate::run(&options),
+        Some(Command::Calibrate(options)) => calibrate::run(&options),
         Some(Command::Models(options)) => library::models(options.json),
         Some(Command::Clusters(options)) => library::clusters(options.json),
         Some(Command::Stacks(options)) => library::stacks(options.json),

@@ -75,16 +75,16 @@ fn print(text: &str) {
     }
 }
 
-/// Writes a plan so that the file is either as before or complete. A file with equal bytes is success;
+/// Writes a file so that the file is either as before or complete. A file with equal bytes is success;
 /// one with other bytes is kept unless `force`.
-pub fn write_plan_file(path: &Path, text: &str, force: bool) -> Result<(), Error> {
+pub fn write_whole(path: &Path, text: &str, force: bool) -> Result<(), Error> {
     let shown = path.display().to_string();
     let failed = |error: std::io::Error| {
         let help = match error.kind() {
             ErrorKind::NotFound => "create the folder first, or choose another place with --out",
             _ => "choose another place with --out",
         };
-        Problem::new(format!("cannot write the plan: {error}"), shown.clone(), help)
+        Problem::new(format!("cannot write the file: {error}"), shown.clone(), help)
     };
     if path.exists() && !path.is_file() {
         return Err(Problem::new("this is a directory or a device", shown, "name a file with --out").into());

@@ -13,6 +13,7 @@ use ir::graph::build_graph;
 use ir::model::{ModelSpec, read_model, workload};
 use ir::plan::write_plan;
 use ir::verify::verify;
+use planner::calibrate::Subject;
 use planner::error::Error;
 use planner::explain::{explain, no_plan};
 use planner::huggingface::import_config;
@@ -23,7 +24,7 @@ use planner::search::search;
 
 use crate::Printed;
 use crate::arguments::{DEFAULT_CLUSTER, DEFAULT_STACK, SearchOptions};
-use crate::output::write_plan_file;
+use crate::output::write_whole;
 
 /// Runs the search.
 pub fn run(options: &SearchOptions) -> Printed {
@@ -50,7 +51,7 @@ pub fn run(options: &SearchOptions) -> Printed {
         return Err(Error::Verification(problems));
     }
     if !options.dry_run {
-        write_plan_file(&path, &write_plan(&plan), options.force)?;
+        write_whole(&path, &write_plan(&plan), options.force)?;
     }
     let out = (!options.dry_run).then_some(shown.as_str());
     if options.json {
@@ -69,16 +70,7 @@ fn read_request(options: &SearchOptions) -> Result<Request, Error> {
     let origin = path.display().to_string();
     let model = read_model_file(path, &origin)?;
     let workload = workload(&model, &origin, options.sequence_length, options.global_batch)?;
-    let ClusterFile { cluster, device, stack } = read_cluster_option(&options.cluster)?;
-    let device = match device {
-        Some(device) => device,
-        None => find_device(&cluster.device, &format!("{}, field device", options.cluster))?,
-    };
-    let stack = match (&options.stack, stack) {
-        (Some(option), _) => read_stack_option(option)?,
-        (None, Some(stack)) => stack,
-        (None, None) => read_stack_option(DEFAULT_STACK)?,
-    };
+    let Subject { cluster, device, stack } = read_profiles(&options.cluster, options.stack.as_deref())?;
     let node_gpus = options.node_gpus.unwrap_or(0);
     let request = Request {
         model,
@@ -92,6 +84,21 @@ fn read_request(options: &SearchOptions) -> Result<Request, Error> {
     };
     check_request(&request)?;
     Ok(request)
+}
+
+/// Reads what `--cluster` and `--stack` name.
+pub fn read_profiles(cluster_option: &str, stack_option: Option<&str>) -> Result<Subject, Error> {
+    let ClusterFile { cluster, device, stack } = read_cluster_option(cluster_option)?;
+    let device = match device {
+        Some(device) => device,
+        None => find_device(&cluster.device, &format!("{cluster_option}, field device"))?,
+    };
+    let stack = match (stack_option, stack) {
+        (Some(option), _) => read_stack_option(option)?,
+        (None, Some(stack)) => stack,
+        (None, None) => read_stack_option(DEFAULT_STACK)?,
+    };
+    Ok(Subject { cluster, device, stack })
 }
 
 /// Reads a model file: RON, or JSON as Hugging Face writes it.

@@ -10,7 +10,7 @@ use crate::Printed;
 use crate::arguments::ValidateOptions;
 
 /// Largest table.
-const TABLE_LIMIT: u64 = 64 << 20;
+pub const TABLE_LIMIT: u64 = 64 << 20;
 
 /// Predicts a table.
 pub fn run(options: &ValidateOptions) -> Printed {
