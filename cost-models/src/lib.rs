@@ -5,6 +5,7 @@
 pub mod block;
 pub mod collective;
 pub mod flops;
+pub mod goodput;
 pub mod machine;
 pub mod matmul;
 pub mod memory;

@@ -1,6 +1,6 @@
 //! How accelerators are wired: links inside a node or NVLink domain, and network cards between them.
 
-use ir::units::{BytesPerSecond, Seconds};
+use ir::units::{BytesPerSecond, Seconds, UsDollars};
 use serde::{Deserialize, Serialize};
 
 use crate::sourced::Sourced;
@@ -24,6 +24,24 @@ pub struct ClusterProfile {
     pub intra: FastLinks,
     /// Network between fast domains.
     pub inter: Network,
+    /// Price of an accelerator for an hour, with its share of node and network.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub price_per_gpu_hour: Option<Sourced<UsDollars>>,
+    /// How often runs fail, and what it takes to go on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reliability: Option<Reliability>,
+}
+
+/// How often runs fail, and what it takes to go on.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Reliability {
+    /// Time of one accelerator between failures that end a run; n accelerators fail n times as often.
+    pub mean_time_between_failures_per_gpu: Sourced<Seconds>,
+    /// Time from a failure to the first step after it, without the steps that are done again.
+    pub restart: Sourced<Seconds>,
+    /// Bandwidth at which a node writes its part of a checkpoint while all nodes write.
+    pub checkpoint_write_per_node: Sourced<BytesPerSecond>,
 }
 
 /// Links inside a node or NVLink domain.

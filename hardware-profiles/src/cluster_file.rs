@@ -90,6 +90,7 @@ fn check_device(device: &DeviceProfile, origin: &str) -> Vec<ir::error::Problem>
     positive.extend(present);
     let backward = device.flash_attention_backward.as_ref();
     positive.extend(backward.map(|ratio| ("flash_attention_backward".to_owned(), ratio.value)));
+    positive.extend(device.board_power.as_ref().map(|power| ("board_power".to_owned(), power.value.0)));
     for rate in &device.operators {
         positive.push((format!("operators.{:?}.forward", rate.class), rate.forward.value.0));
         positive.push((format!("operators.{:?}.backward", rate.class), rate.backward.value.0));

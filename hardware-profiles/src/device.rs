@@ -1,7 +1,7 @@
 //! What one accelerator can do.
 
 use ir::model::DType;
-use ir::units::{Bytes, BytesPerSecond, FlopsPerSecond};
+use ir::units::{Bytes, BytesPerSecond, FlopsPerSecond, Watts};
 use serde::{Deserialize, Serialize};
 
 use crate::sourced::Sourced;
@@ -32,6 +32,9 @@ pub struct DeviceProfile {
     pub operators: Vec<OperatorRate>,
     /// Memory that the driver's context takes before the first tensor.
     pub context_memory: Sourced<Bytes>,
+    /// Limit of the board's power.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub board_power: Option<Sourced<Watts>>,
 }
 
 /// Dense matrix peaks, without sparsity.

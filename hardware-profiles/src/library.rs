@@ -6,7 +6,7 @@ use ir::text::read_ron;
 use serde::de::DeserializeOwned;
 use thiserror::Error;
 
-use crate::cluster::{ClusterProfile, Nics};
+use crate::cluster::{ClusterProfile, Nics, Reliability};
 use crate::device::DeviceProfile;
 use crate::stack::StackProfile;
 
@@ -127,7 +127,19 @@ pub(crate) fn check_cluster(cluster: &ClusterProfile, origin: &str) -> Vec<Probl
         ("inter.efficiency", cluster.inter.efficiency.value),
         ("inter.nics_per_group", cluster.inter.nics_per_group.as_ref().map_or(1.0, |count| count.value)),
     ];
-    check_positive(origin, &positive)
+    let mut problems = check_positive(origin, &positive);
+    if let Some(price) = &cluster.price_per_gpu_hour {
+        problems.extend(check_positive(origin, &[("price_per_gpu_hour", price.value.0)]));
+    }
+    if let Some(reliability) = &cluster.reliability {
+        let Reliability { mean_time_between_failures_per_gpu, restart: _, checkpoint_write_per_node } = reliability;
+        let positive = [
+            ("reliability.mean_time_between_failures_per_gpu", mean_time_between_failures_per_gpu.value.0),
+            ("reliability.checkpoint_write_per_node", checkpoint_write_per_node.value.0),
+        ];
+        problems.extend(check_positive(origin, &positive));
+    }
+    problems
 }
 
 /// Every number of a stack that makes no sense.

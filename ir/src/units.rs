@@ -35,6 +35,20 @@ pub struct BytesPerSecond(pub f64);
 #[serde(try_from = "FlopRateText", into = "FlopRateText")]
 pub struct FlopsPerSecond(pub f64);
 
+/// A power.
+#[derive(Clone, Copy, Debug, Default, PartialEq, PartialOrd, Serialize, Deserialize)]
+#[serde(try_from = "PowerText", into = "PowerText")]
+pub struct Watts(pub f64);
+
+/// An energy.
+#[derive(Clone, Copy, Debug, Default, PartialEq, PartialOrd)]
+pub struct Joules(pub f64);
+
+/// A sum of money.
+#[derive(Clone, Copy, Debug, Default, PartialEq, PartialOrd, Serialize, Deserialize)]
+#[serde(try_from = "MoneyText", into = "MoneyText")]
+pub struct UsDollars(pub f64);
+
 /// A length of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum SequenceLength {
@@ -111,6 +125,13 @@ impl Div<FlopsPerSecond> for Flops {
     }
 }
 
+impl Mul<Seconds> for Watts {
+    type Output = Joules;
+    fn mul(self, time: Seconds) -> Joules {
+        Joules(self.0 * time.0)
+    }
+}
+
 /// Addition, scaling and sums of the quantities held as `f64`.
 macro_rules! continuous_quantity {
     ($($name:ident),*) => {$(
@@ -144,7 +165,7 @@ macro_rules! continuous_quantity {
         }
     )*};
 }
-continuous_quantity!(Seconds, Flops, BytesPerSecond, FlopsPerSecond);
+continuous_quantity!(Seconds, Flops, BytesPerSecond, FlopsPerSecond, Joules, UsDollars);
 
 impl Seconds {
     /// The longer of two durations.
@@ -203,6 +224,8 @@ enum SecondsText {
     Seconds(f64),
     Millis(f64),
     Micros(f64),
+    Minutes(f64),
+    Hours(f64),
 }
 
 #[derive(Serialize, Deserialize)]
@@ -228,6 +251,18 @@ enum BandwidthText {
 enum FlopRateText {
     FlopsPerSecond(f64),
     TeraFlopsPerSecond(f64),
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename = "Watts")]
+enum PowerText {
+    Watts(f64),
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename = "UsDollars")]
+enum MoneyText {
+    UsDollars(f64),
 }
 
 impl TryFrom<BytesText> for Bytes {
@@ -275,7 +310,9 @@ macro_rules! written_as {
         }
     };
 }
-written_as!(Seconds, SecondsText, Seconds, { Seconds => 1.0, Millis => 1e-3, Micros => 1e-6 });
+written_as!(Seconds, SecondsText, Seconds, {
+    Seconds => 1.0, Millis => 1e-3, Micros => 1e-6, Minutes => 60.0, Hours => 3600.0
+});
 written_as!(Flops, FlopsText, Flops, { Flops => 1.0, TeraFlops => 1e12 });
 written_as!(BytesPerSecond, BandwidthText, BytesPerSecond, {
     BytesPerSecond => 1.0, GBPerSecond => 1e9, TBPerSecond => 1e12, GbitPerSecond => 1.25e8
@@ -283,6 +320,8 @@ written_as!(BytesPerSecond, BandwidthText, BytesPerSecond, {
 written_as!(FlopsPerSecond, FlopRateText, FlopsPerSecond, {
     FlopsPerSecond => 1.0, TeraFlopsPerSecond => 1e12
 });
+written_as!(Watts, PowerText, Watts, { Watts => 1.0 });
+written_as!(UsDollars, MoneyText, UsDollars, { UsDollars => 1.0 });
 
 fn scaled(value: f64, unit: f64) -> Result<f64, String> {
     let scaled = value * unit;
@@ -307,6 +346,9 @@ mod tests {
         assert_eq!(read("GB(80)"), Ok(Bytes(80_000_000_000)));
         assert_eq!(read("B(7)"), Ok(Bytes(7)));
         assert_eq!(read("Micros(10)"), Ok(Seconds(10.0 * 1e-6)));
+        assert_eq!(read("Hours(2)"), Ok(Seconds(7200.0)));
+        assert_eq!(read("Watts(400)"), Ok(Watts(400.0)));
+        assert_eq!(read("UsDollars(1.3)"), Ok(UsDollars(1.3)));
         assert_eq!(read("GbitPerSecond(100)"), Ok(BytesPerSecond(12.5e9)));
         assert_eq!(read("TeraFlopsPerSecond(312)"), Ok(FlopsPerSecond(312e12)));
     }
@@ -332,5 +374,6 @@ mod tests {
         assert_eq!(Bytes(100) / BytesPerSecond(50.0), Seconds(2.0));
         assert_eq!(Flops(100.0) / FlopsPerSecond(50.0), Seconds(2.0));
         assert_eq!(Bytes(3) - Bytes(5), Bytes(0));
+        assert_eq!(Watts(400.0) * Seconds(2.0), Joules(800.0));
     }
 }
