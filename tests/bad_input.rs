@@ -391,10 +391,10 @@ fn mistakes_in_the_world() {
         ("half a node", "--gpus 4 --node-gpus 8", &["8 does not divide gpus 4", "--> --node-gpus", "give 8 GPUs"]),
         ("no GPUs", "--gpus 0 --node-gpus 8", &["gpus is 0", "--> --gpus", "give 1 to"]),
         ("empty nodes", "--gpus 384 --node-gpus 0", &["node-gpus is 0", "--> --node-gpus", "at least 1"]),
-        ("negative GPUs", "--gpus -8 --node-gpus 8", &["'-8' for '--gpus <N>'", "--> --gpus", "a whole number"]),
-        ("GPUs in words", "--gpus abc --node-gpus 8", &["'abc' for '--gpus <N>'", "--> --gpus", "a whole number"]),
+        ("negative GPUs", "--gpus -8 --node-gpus 8", &["'-8' for '--gpus <N|A..B>'", "--> --gpus", "a whole number"]),
+        ("GPUs in words", "--gpus abc --node-gpus 8", &["'abc' for '--gpus <N|A..B>'", "--> --gpus", "a whole number"]),
         ("2^64 GPUs", "--gpus 18446744073709551616 --node-gpus 8", &["--> --gpus", "18446744073709551615"]),
-        ("GPUs left out", "--node-gpus 8", &["required", "--> --gpus <N>", "plan --help"]),
+        ("GPUs left out", "--node-gpus 8", &["required", "--> --gpus <N|A..B>", "plan --help"]),
         (
             "misspelt cluster",
             "--gpus 384 --node-gpus 8 --cluster dgx-a100-80bg",
@@ -420,6 +420,65 @@ fn mistakes_in_the_world() {
     let folder = folder(&[text("model.ron", BLOOM)]);
     for (name, arguments, pieces) in rows {
         check(name, folder.path(), &format!("--model model.ron {arguments}"), BAD_INPUT, pieces);
+    }
+}
+
+#[test]
+fn mistakes_in_sweeps_objectives_and_trainings() {
+    let rows: &[Line] = &[
+        ("reversed range", "--gpus 64..8", &["64..8 is reversed", "--> --gpus 64..8", "give 8..64"]),
+        ("range between two nodes", "--gpus 9..15", &["no multiple of node-gpus 8", "--> --gpus 9..15", "give 8..16"]),
+        ("range below a node", "--gpus 1..7", &["no multiple of node-gpus 8", "--> --gpus 1..7", "give 8..8"]),
+        ("range from 0", "--gpus 0..16", &["0..16 is not within", "--> --gpus 0..16", "give 1 to 1048576"]),
+        ("endless range", "--gpus 8..2000000", &["8..2000000 is not within", "--> --gpus", "give 1 to 1048576"]),
+        ("range without end", "--gpus 8..", &["'8..' for '--gpus <N|A..B>'", "--> --gpus", "a whole number"]),
+        ("range in words", "--gpus 8..many", &["'8..many'", "--> --gpus", "a whole number"]),
+        ("range of three", "--gpus 8..16..32", &["'8..16..32'", "--> --gpus", "a whole number"]),
+        (
+            "plan file of a sweep",
+            "--gpus 8..16 --out a.plan.ron",
+            &["writes no plan", "--> --out a.plan.ron", "leave out"],
+        ),
+        (
+            "a degree that no number of the range can have",
+            "--gpus 8..32 --tensor-parallel 5",
+            &["cannot make up 8 GPUs", "--> --tensor-parallel 5"],
+        ),
+        ("unknown objective", "--gpus 8 --objective fast", &["'fast'", "tokens-per-gpu-hour", "--> --objective"]),
+        (
+            "cost without a price",
+            "--gpus 8 --objective cost --cluster jean-zay-a100-80gb",
+            &["jean-zay-a100-80gb has no price_per_gpu_hour", "--> --objective cost", "price_per_gpu_hour: Assumed("],
+        ),
+        (
+            "energy without a power",
+            "--gpus 8..16 --objective energy --cluster cpu-host",
+            &["cpu-core has no board_power", "--> --objective energy", "board_power: Assumed("],
+        ),
+        ("no tokens", "--gpus 8 --tokens 0", &["at least 1 token", "--> --tokens", "plan --help"]),
+        ("negative tokens", "--gpus 8 --tokens -3", &["'-3'", "300B", "--> --tokens"]),
+        ("unknown suffix", "--gpus 8 --tokens 3G", &["'3G'", "suffixes K, M, B, T", "--> --tokens"]),
+        ("part of a token", "--gpus 8 --tokens 1.5", &["1.5 is no whole number of tokens", "--> --tokens"]),
+        ("too many tokens", "--gpus 8 --tokens 99999999T", &["more than 18446744073709551615", "--> --tokens"]),
+    ];
+    let folder = folder(&[text("model.ron", GPT2)]);
+    for (name, arguments, pieces) in rows {
+        check(name, folder.path(), &format!("--model model.ron --node-gpus 8 {arguments}"), BAD_INPUT, pieces);
+    }
+}
+
+#[test]
+fn mistakes_in_prices_powers_and_failures() {
+    let rows: &[Edit] = &[
+        ("free GPUs", "UsDollars(1.3)", "UsDollars(0)", &["price_per_gpu_hour is 0", "field price_per_gpu_hour"]),
+        ("price without unit", "UsDollars(1.3)", "1.3", &["a unit, found `1.3`", "--> cluster.ron, line"]),
+        ("GPUs that never run", "Hours(44800)", "Hours(0)", &["field reliability.mean_time_between_failures_per_gpu"]),
+        ("no storage", "GBPerSecond(1.2)", "GBPerSecond(0)", &["field reliability.checkpoint_write_per_node"]),
+        ("restart before the failure", "Minutes(11)", "Minutes(-11)", &["-11", "out of bounds"]),
+    ];
+    for (name, from, to, pieces) in rows {
+        let folder = folder(&[text("model.ron", GPT2), text("cluster.ron", &edited(CLUSTER, from, to))]);
+        check(name, folder.path(), &format!("{SMALL} --cluster cluster.ron"), BAD_INPUT, pieces);
     }
 }
 
@@ -485,7 +544,11 @@ fn mistakes_in_fixed_choices() {
             "--tensor-paralel 4",
             &["'--tensor-paralel'", "--> --tensor-paralel\n", "did you mean --tensor-parallel?"],
         ),
-        ("flag given twice", "--gpus 8", &["'--gpus <N>' cannot be used multiple times", "--> --gpus", "plan --help"]),
+        (
+            "flag given twice",
+            "--gpus 8",
+            &["'--gpus <N|A..B>' cannot be used multiple times", "--> --gpus", "plan --help"],
+        ),
     ];
     let folder = folder(&[text("model.ron", BLOOM)]);
     for (name, arguments, pieces) in rows {
@@ -504,7 +567,7 @@ fn sequences_beyond_the_learned_positions() {
 #[test]
 fn command_lines_without_sense() {
     let rows: &[Line] = &[
-        ("no arguments", "", &["required", "--> --model <FILE>, --gpus <N>, --node-gpus <M>", "plan --help"]),
+        ("no arguments", "", &["required", "--> --model <FILE>, --gpus <N|A..B>, --node-gpus <M>", "plan --help"]),
         ("misspelt subcommand", "inspct x.plan.ron", &["'inspct'", "--> inspct", "did you mean inspect?"]),
         ("subcommand without file", "check", &["required", "--> <PLAN>", "plan --help"]),
         ("inspect of nothing", "inspect x.plan.ron", &["No such file", "--> x.plan.ron", "check the path"]),

@@ -12,6 +12,7 @@ use planner::explain::explain;
 use planner::lower::{lower, search_report};
 use planner::request::FixedChoices;
 use planner::search::search;
+use planner::watch::Watch;
 use support::{example, machine, request};
 
 fn small_plan(model: &str, cluster: &str, stack: &str, gpus: u64, fixed: FixedChoices) -> Plan {
@@ -19,7 +20,7 @@ fn small_plan(model: &str, cluster: &str, stack: &str, gpus: u64, fixed: FixedCh
     let graph = build_graph(&request.model);
     let outcome = search(&request, &graph);
     let winner = outcome.best.first().expect("a layout fits");
-    let report = search_report(&request, &outcome, explain(&request, &graph, winner));
+    let report = search_report(&request, &outcome, explain(&request, &graph, winner, &Watch::default()));
     lower(&request, &graph, winner, report)
 }
 

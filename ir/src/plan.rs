@@ -250,6 +250,8 @@ pub struct SearchReport {
 pub enum StopReason {
     /// Every candidate was estimated or could not win.
     Optimal,
+    /// The user ended it: what was found by then is not proven to be the best.
+    Interrupted,
 }
 
 impl StopReason {
@@ -257,6 +259,7 @@ impl StopReason {
     pub fn name(self) -> &'static str {
         match self {
             StopReason::Optimal => "optimal",
+            StopReason::Interrupted => "interrupted",
         }
     }
 }

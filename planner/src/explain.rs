@@ -4,14 +4,16 @@ use cost_models::collective::{place, ring_bandwidth};
 use ir::error::Problem;
 use ir::graph::ModelGraph;
 use ir::mesh::{Axis, build_mesh};
-use ir::plan::TimeTerm;
+use ir::plan::{StopReason, TimeTerm};
 use ir::strategy::{Recompute, Strategy};
 use ir::units::Seconds;
 
 use crate::error::Error;
 use crate::partition::solve_by_integer_program;
 use crate::request::{FixedChoices, Request, check_request};
-use crate::search::{Outcome, Scored, nearest_miss, partition_of, search};
+use crate::search::{Outcome, Scored, nearest_miss, partition_of, search, search_watched};
+use crate::space::Pruning;
+use crate::watch::Watch;
 
 /// Most multiples of the given GPU count that are tried to find one that fits.
 const GPU_MULTIPLES: [u64; 10] = [2, 3, 4, 6, 8, 12, 16, 32, 64, 128];
@@ -19,11 +21,14 @@ const GPU_MULTIPLES: [u64; 10] = [2, 3, 4, 6, 8, 12, 16, 32, 64, 128];
 /// Most stages for which the integer program is asked as well (milliseconds; it slows down beyond).
 const MOST_PROGRAM_STAGES: u64 = 16;
 
-/// Sentences on the choices that users ask about.
-pub fn explain(request: &Request, graph: &ModelGraph, winner: &Scored) -> Vec<String> {
+/// Sentences on the choices that users ask about; those that need a search are left out once the watch is stopped.
+pub fn explain(request: &Request, graph: &ModelGraph, winner: &Scored, watch: &Watch) -> Vec<String> {
     let mut sentences = vec![memory_sentence(request, winner)];
+    if watch.stopped() {
+        return sentences;
+    }
     sentences.extend(split_sentence(request, graph, winner));
-    sentences.extend(tensor_across_domains(request, graph, winner));
+    sentences.extend(tensor_across_domains(request, graph, winner, watch));
     sentences
 }
 
@@ -79,7 +84,7 @@ fn split_sentence(request: &Request, graph: &ModelGraph, winner: &Scored) -> Opt
 }
 
 /// What the narrowest tensor degree beyond a fast domain costs against the winner.
-fn tensor_across_domains(request: &Request, graph: &ModelGraph, winner: &Scored) -> Option<String> {
+fn tensor_across_domains(request: &Request, graph: &ModelGraph, winner: &Scored, watch: &Watch) -> Option<String> {
     let domain = request.machine.fast_domain_gpus();
     if request.fixed.tensor_parallel.is_some() || winner.strategy.tensor_parallel > domain {
         return None;
@@ -89,7 +94,8 @@ fn tensor_across_domains(request: &Request, graph: &ModelGraph, winner: &Scored)
         let fixed = FixedChoices { tensor_parallel: Some(degree), ..request.fixed };
         let case = Request { fixed, top: 1, ..request.clone() };
         check_request(&case).ok()?;
-        search(&case, graph).best.into_iter().next()
+        let outcome = search_watched(&case, graph, &watch.of_a_step());
+        outcome.best.into_iter().next().filter(|_| outcome.stop_reason == StopReason::Optimal)
     });
     let crossing = outcomes.next()?;
     let communication = |scored: &Scored| scored.prediction.terms[&TimeTerm::TensorCommunication];
@@ -110,6 +116,13 @@ fn tensor_across_domains(request: &Request, graph: &ModelGraph, winner: &Scored)
         communication(&crossing),
         communication(winner),
     ))
+}
+
+/// The error for a search that the user ended before it had found anything.
+pub fn interrupted(request: &Request, outcome: &Outcome) -> Error {
+    let rest = outcome.pruned.get(&Pruning::Interrupted).copied().unwrap_or(0);
+    let what = format!("interrupted with {rest} of {} candidates left; none before them fits", outcome.enumerated);
+    Error::Interrupted(Problem::new(what, request.origin.clone(), "let the search end, or fix choices to shorten it"))
 }
 
 /// The error for a search that found nothing: the nearest layout, its fullest stage, and the smallest

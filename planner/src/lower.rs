@@ -8,7 +8,7 @@ use ir::footprint::with_memory;
 use ir::graph::{BlockRole, ModelGraph, count_parameters};
 use ir::mesh::{StageId, build_mesh};
 use ir::model::ModelSpec;
-use ir::plan::{BlockShards, Estimate, Executable, FORMAT_VERSION, Inputs, Plan, SearchReport, Stage, StopReason};
+use ir::plan::{BlockShards, Estimate, Executable, FORMAT_VERSION, Inputs, Plan, SearchReport, Stage};
 use ir::program::AttentionKernel;
 use ir::provenance::Provenance;
 use ir::sharding::{self, TensorSplit};
@@ -97,7 +97,7 @@ pub fn search_report(request: &Request, outcome: &Outcome, explanations: Vec<Str
         pruned: pruned.collect(),
         rejected: rejected.collect(),
         fixed: request.fixed.flags(),
-        stop_reason: StopReason::Optimal,
+        stop_reason: outcome.stop_reason,
         explanations,
     }
 }

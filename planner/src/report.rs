@@ -6,10 +6,22 @@ pub mod inspect;
 pub mod json;
 pub mod program;
 pub mod summary;
+pub mod sweep;
 pub mod validation;
 
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
+
+/// Seconds of a minute.
+const MINUTE: f64 = 60.0;
+/// Seconds of an hour.
+const HOUR: f64 = 3_600.0;
+/// Seconds of a day.
+const DAY: f64 = 86_400.0;
+/// Joules of a kilowatt-hour.
+const KILOWATT_HOUR: f64 = 3.6e6;
+/// Joules of a megawatt-hour.
+const MEGAWATT_HOUR: f64 = 3.6e9;
 
 /// Width of text; tables may be wider.
 const WIDTH: usize = 112;

@@ -10,7 +10,7 @@ use ir::strategy::{Recompute, ScheduleKind, ZeroStage};
 use crate::error::Error;
 
 /// Most GPUs of a request.
-const GPU_LIMIT: u64 = 1 << 20;
+pub const GPU_LIMIT: u64 = 1 << 20;
 
 /// A model, a machine, and the choices already made.
 #[derive(Clone, Debug)]

@@ -9,6 +9,7 @@ use cost_models::step::{
 };
 use ir::graph::ModelGraph;
 use ir::model::{MAX_LAYER_RUNS, layer_runs};
+use ir::plan::StopReason;
 use ir::sharding::split_of;
 use ir::strategy::Strategy;
 use ir::units::{Bytes, Seconds};
@@ -19,6 +20,7 @@ use crate::partition::{
 };
 use crate::request::Request;
 use crate::space::{Pruning, Rejection, Space, enumerate};
+use crate::watch::Watch;
 
 /// A layout with its stage split and what it should cost.
 #[derive(Clone, Debug)]
@@ -46,6 +48,8 @@ pub struct Outcome {
     pub pruned: BTreeMap<Pruning, u64>,
     /// Candidates out, by reason.
     pub rejected: BTreeMap<Rejection, u64>,
+    /// Why the search stopped.
+    pub stop_reason: StopReason,
 }
 
 /// Costs of blocks by tensor degree, sequence parallelism and micro-batch.
@@ -92,6 +96,11 @@ pub fn run_lengths(request: &Request) -> LayerCounts {
 /// The result is the optimum: a layout is left out only under a rule of [`Pruning`], the last of which
 /// compares a true lower bound with the worst of the `top` layouts reported.
 pub fn search(request: &Request, graph: &ModelGraph) -> Outcome {
+    search_watched(request, graph, &Watch::default())
+}
+
+/// [`search`], which ends with what it has once the watch says so: the rest is then not proven to be worse.
+pub fn search_watched(request: &Request, graph: &ModelGraph, watch: &Watch) -> Outcome {
     let scenario = scenario(request, graph);
     let space = enumerate(request);
     let table = block_table(scenario, &space);
@@ -102,13 +111,19 @@ pub fn search(request: &Request, graph: &ModelGraph) -> Outcome {
         feasible: 0,
         pruned: space.pruned,
         rejected: space.rejected,
+        stop_reason: StopReason::Optimal,
     };
+    watch.begin(candidates.len() as u64);
     for (index, candidate) in candidates.iter().enumerate() {
         let worst = outcome.best.get(request.top.max(1) - 1);
-        if worst.is_some_and(|worst| candidate.bound.0 > worst.prediction.step.0) {
-            outcome.pruned.insert(Pruning::SlowerThanReported, (candidates.len() - index) as u64);
+        let slower = worst.is_some_and(|worst| candidate.bound.0 > worst.prediction.step.0);
+        if slower || watch.stopped() {
+            let rule = if slower { Pruning::SlowerThanReported } else { Pruning::Interrupted };
+            outcome.pruned.insert(rule, (candidates.len() - index) as u64);
+            outcome.stop_reason = if slower { StopReason::Optimal } else { StopReason::Interrupted };
             break;
         }
+        watch.advance();
         match score(request, scenario, blocks_of(&table, &candidate.strategy), candidate) {
             Some(scored) => {
                 outcome.feasible += 1;

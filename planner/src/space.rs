@@ -45,6 +45,8 @@ pub enum Pruning {
     SelectiveEqualsNone,
     /// Its lower bound is above the reported layouts.
     SlowerThanReported,
+    /// The user ended the search before.
+    Interrupted,
 }
 
 /// The stated space, sorted into open layouts and counts.
@@ -88,6 +90,7 @@ impl Pruning {
             Pruning::SequenceParallelWithoutTensorParallel => "sequence_parallel_without_tensor_parallel",
             Pruning::SelectiveEqualsNone => "selective_recompute_equals_none",
             Pruning::SlowerThanReported => "lower_bound_above_reported",
+            Pruning::Interrupted => "interrupted",
         }
     }
 }

@@ -6,7 +6,7 @@ use ir::mesh::Rank;
 use ir::plan::{BlockShards, Executable, MemoryTerm, Plan, Stage};
 
 use super::program::stage_program;
-use super::summary::{estimate_lines, header};
+use super::summary::{Heading, estimate_lines, header};
 use super::table;
 use crate::explain::describe;
 
@@ -15,7 +15,7 @@ const LISTED_STAGES: usize = 64;
 
 /// The whole plan.
 pub fn whole(plan: &Plan) -> String {
-    let mut text = header(plan, &[]);
+    let mut text = header(&Heading::of_plan(plan), &[]);
     text += &format!("{}\n", describe(&plan.strategy));
     text += &estimate_lines(plan, &plan.estimate);
     match &plan.executable {

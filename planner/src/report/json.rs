@@ -2,14 +2,20 @@
 
 use ir::error::Problem;
 use ir::plan::{Estimate, Executable, Plan};
+use ir::provenance::Provenance;
 use ir::strategy::Strategy;
 use ir::units::Bytes;
 use serde_json::{Value, json};
 
 use crate::lower::executable;
+use crate::objective::{expense, expense_provenance};
+use crate::report::{DAY, MEGAWATT_HOUR};
+use crate::request::Request;
+use crate::training::{Failures, Training};
 
 /// `plan --json`: the plan and its alternatives, the best first.
 pub fn search_result(
+    request: &Request,
     plan: &Plan,
     alternatives: &[(Strategy, Estimate)],
     search_seconds: f64,
@@ -30,11 +36,12 @@ pub fn search_result(
         .map(|(strategy, estimate)| {
             json!({
                 "strategy": strategy_value(strategy, &executable(&plan.model, strategy)),
-                "estimate": estimate_value(strategy, estimate, plan.mesh.world_size()),
+                "estimate": costed_estimate_value(request, strategy, estimate),
             })
         })
         .collect();
     let mut value = plan_value(plan);
+    value["estimate"] = costed_estimate_value(request, &plan.strategy, &plan.estimate);
     value["search"] = search;
     value["alternatives"] = json!(alternatives);
     value["plan_file"] = json!(out);
@@ -104,6 +111,48 @@ pub fn strategy_value(strategy: &Strategy, executable: &Executable) -> Value {
         "mesh_order": ir::mesh::Axis::ORDER.map(|axis| axis.name()),
         "executable": reason.is_none(),
         "reason": reason,
+    })
+}
+
+/// An estimate with what a step and a token take.
+pub(super) fn costed_estimate_value(request: &Request, strategy: &Strategy, estimate: &Estimate) -> Value {
+    let gpus = strategy.world_size();
+    let step = expense(&request.machine, gpus, estimate.step);
+    let tokens = (request.workload.global_batch * request.workload.sequence_length) as f64;
+    let [price, power] = expense_provenance(&request.machine).map(|origin| origin.map(Provenance::name));
+    let mut value = estimate_value(strategy, estimate, gpus);
+    value["gpu_hours_per_step"] = json!(step.gpu_hours);
+    value["tokens_per_gpu_hour"] = json!(tokens / step.gpu_hours);
+    value["cost_usd_per_step"] = json!(step.cost.map(|cost| cost.0));
+    value["cost_usd_per_million_tokens"] = json!(step.cost.map(|cost| cost.0 / tokens * 1e6));
+    value["energy_joules_per_step"] = json!(step.energy.map(|energy| energy.0));
+    value["energy_joules_per_token"] = json!(step.energy.map(|energy| energy.0 / tokens));
+    value["price_provenance"] = json!(price);
+    value["power_provenance"] = json!(power);
+    value
+}
+
+/// A training and what it takes; null where the profiles do not tell.
+pub fn training_value(training: &Training) -> Value {
+    let failures = training.failures.as_ref();
+    let of = |value: fn(&Failures) -> f64| failures.map(value);
+    json!({
+        "tokens": training.tokens,
+        "steps": training.steps,
+        "days_without_failures": training.undisturbed.0 / DAY,
+        "days": training.expense.time.0 / DAY,
+        "gpu_hours": training.expense.gpu_hours,
+        "cost_usd": training.expense.cost.map(|cost| cost.0),
+        "energy_mwh": training.expense.energy.map(|energy| energy.0 / MEGAWATT_HOUR),
+        "goodput": of(|failures| failures.goodput),
+        "failures": of(|failures| failures.count),
+        "mean_time_between_failures_hours": of(|failures| failures.interruptions.mean_time_between_failures.0 / 3600.0),
+        "restart_seconds": of(|failures| failures.interruptions.restart.0),
+        "checkpoint_gib": of(|failures| failures.checkpoint.gib()),
+        "checkpoint_seconds": of(|failures| failures.interruptions.checkpoint.0),
+        "checkpoint_interval_steps": failures.map(|failures| failures.interval_steps),
+        "checkpoint_interval_seconds": of(|failures| failures.interval.0),
+        "provenance": failures.map(|failures| failures.provenance.name()),
     })
 }
 

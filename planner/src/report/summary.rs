@@ -1,43 +1,103 @@
 //! The text that `plan` prints after a search.
 
-use ir::plan::{Estimate, Plan};
-use ir::strategy::Strategy;
+use std::ops::RangeInclusive;
 
-use super::{paragraph, table};
+use ir::graph::count_parameters;
+use ir::model::{ModelSpec, Workload};
+use ir::plan::{Estimate, Plan, StopReason};
+use ir::provenance::Provenance;
+use ir::strategy::Strategy;
+use ir::units::Seconds;
+
+use super::{DAY, HOUR, KILOWATT_HOUR, MEGAWATT_HOUR, MINUTE, paragraph, table};
 use crate::explain::{describe, runs};
+use crate::objective::{Expense, expense, expense_provenance};
+use crate::request::Request;
+use crate::training::Training;
 
 /// Widest list of stage sizes that is printed.
 const LIST_WIDTH: usize = 60;
 
-/// The first line: what was planned for which machine, with every default named.
-pub fn header(plan: &Plan, defaults: &[&str]) -> String {
-    let model = &plan.model;
+/// What was planned for which machine.
+#[derive(Clone, Debug)]
+pub struct Heading<'a> {
+    /// The model.
+    pub model: &'a ModelSpec,
+    /// What a step processes.
+    pub workload: Workload,
+    /// A number of GPUs or a range.
+    pub gpus: String,
+    /// The cluster's name.
+    pub cluster: &'a str,
+    /// Ranks of a node.
+    pub node_gpus: u64,
+    /// The stack's name.
+    pub stack: &'a str,
+}
+
+impl Heading<'_> {
+    /// Of a plan.
+    pub fn of_plan(plan: &Plan) -> Heading<'_> {
+        Heading {
+            model: &plan.model,
+            workload: plan.workload,
+            gpus: plan.mesh.world_size().to_string(),
+            cluster: &plan.inputs.cluster,
+            node_gpus: plan.inputs.node_gpus,
+            stack: &plan.inputs.stack,
+        }
+    }
+
+    /// Of a request for a range of numbers of GPUs.
+    pub fn of_range<'a>(request: &'a Request, range: &RangeInclusive<u64>) -> Heading<'a> {
+        let Request { model, workload, machine, .. } = request;
+        Heading {
+            model,
+            workload: *workload,
+            gpus: format!("{} to {}", range.start(), range.end()),
+            cluster: &machine.cluster.name,
+            node_gpus: machine.node_gpus,
+            stack: &machine.stack.name,
+        }
+    }
+}
+
+/// The first line of output, with every default named.
+pub fn header(heading: &Heading, defaults: &[&str]) -> String {
+    let Heading { model, workload, gpus, cluster, node_gpus, stack } = heading;
     let defaults = match defaults {
         [] => String::new(),
         names => format!(" (defaults: {})", names.join(", ")),
     };
     paragraph(&format!(
-        "{}, {:.1} B parameters, {} GPUs of {} in nodes of {}, stack {}, sequence {}, batch {}{defaults}",
+        "{}, {:.1} B parameters, {gpus} GPUs of {cluster} in nodes of {node_gpus}, stack {stack}, sequence {}, batch \
+         {}{defaults}",
         model.name,
-        plan.parameters as f64 / 1e9,
-        plan.mesh.world_size(),
-        plan.inputs.cluster,
-        plan.inputs.node_gpus,
-        plan.inputs.stack,
-        plan.workload.sequence_length,
-        plan.workload.global_batch,
+        count_parameters(model) as f64 / 1e9,
+        workload.sequence_length,
+        workload.global_batch,
     ))
 }
 
 /// The chosen layout, what it should cost, the runners-up, the counts and the reasons.
-pub fn body(plan: &Plan, alternatives: &[(Strategy, Estimate)]) -> String {
+pub fn body(
+    request: &Request,
+    plan: &Plan,
+    alternatives: &[(Strategy, Estimate)],
+    training: Option<&Training>,
+) -> String {
     let mut text = String::new();
     let estimate = &plan.estimate;
+    if plan.search.stop_reason == StopReason::Interrupted {
+        text += "interrupted: the best so far, not proven to be the best\n";
+    }
     text += &format!("{}\n", describe(&plan.strategy));
     if plan.strategy.pipeline_parallel > 1 {
         text += &format!("layers per stage: {}\n", shortened(&runs(&plan.strategy.layers_per_stage)));
     }
     text += &estimate_lines(plan, estimate);
+    text += &expense_line(request, estimate);
+    text += &training.map(training_lines).unwrap_or_default();
     text += &table(
         &[
             "",
@@ -86,6 +146,62 @@ pub fn estimate_lines(plan: &Plan, estimate: &Estimate) -> String {
         })
         .collect();
     text + &paragraph(&terms.join(" + "))
+}
+
+/// What a step and a million tokens take.
+fn expense_line(request: &Request, estimate: &Estimate) -> String {
+    let tokens = (request.workload.global_batch * request.workload.sequence_length) as f64;
+    let step = expense(&request.machine, request.gpus, estimate.step);
+    let [price, power] = expense_provenance(&request.machine).map(|origin| origin.map_or("", Provenance::name));
+    let cost =
+        step.cost.map(|cost| format!(", {:.2} USD ({:.2} a million tokens) [{price}]", cost.0, cost.0 / tokens * 1e6));
+    let energy = step.energy.map(|energy| {
+        let hours = energy.0 / KILOWATT_HOUR;
+        format!(", {hours:.1} kWh of the GPUs ({:.2} a million tokens) [{power}]", hours / tokens * 1e6)
+    });
+    let [cost, energy] = [cost, energy].map(Option::unwrap_or_default);
+    paragraph(&format!("a step takes {:.2} GPU-hours{cost}{energy}", step.gpu_hours))
+}
+
+/// A training: how long, what it takes, and what failures cost.
+fn training_lines(training: &Training) -> String {
+    let Expense { time, gpu_hours, cost, energy } = training.expense;
+    let cost = cost.map(|cost| format!(", {:.0} USD", cost.0)).unwrap_or_default();
+    let energy = energy.map(|energy| format!(", {:.1} MWh", energy.0 / MEGAWATT_HOUR)).unwrap_or_default();
+    let text = paragraph(&format!(
+        "{} tokens in {} steps: {}, {gpu_hours:.0} GPU-hours{cost}{energy}",
+        training.tokens,
+        training.steps,
+        duration(time)
+    ));
+    let failures = match &training.failures {
+        None => "failures are not in it: the cluster has no field reliability".to_owned(),
+        Some(failures) => format!(
+            "a failure every {} ({:.0} in all) and a restart of {}; a checkpoint of {} takes {}, best every {} steps \
+             ({}): {:.1} % of the time is progress [{}]",
+            duration(failures.interruptions.mean_time_between_failures),
+            failures.count,
+            duration(failures.interruptions.restart),
+            failures.checkpoint,
+            failures.interruptions.checkpoint,
+            failures.interval_steps,
+            duration(failures.interval),
+            failures.goodput * 100.0,
+            failures.provenance.name(),
+        ),
+    };
+    text + &paragraph(&failures)
+}
+
+/// A long time in the unit that people would use.
+pub(super) fn duration(time: Seconds) -> String {
+    match time.0 {
+        s if !s.is_finite() => "without end".to_owned(),
+        s if s >= 2.0 * DAY => format!("{:.1} days", s / DAY),
+        s if s >= 2.0 * HOUR => format!("{:.1} hours", s / HOUR),
+        s if s >= 2.0 * MINUTE => format!("{:.1} minutes", s / MINUTE),
+        _ => time.to_string(),
+    }
 }
 
 fn alternative_row(index: usize, strategy: &Strategy, estimate: &Estimate) -> Vec<String> {

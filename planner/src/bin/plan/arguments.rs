@@ -1,11 +1,15 @@
 //! The command line.
 
 use std::ffi::OsString;
+use std::num::ParseIntError;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
 use ir::strategy::{Recompute, ScheduleKind, ZeroStage};
+use planner::objective::Objective;
 use planner::request::FixedChoices;
+use planner::training::read_tokens;
 
 /// Finds the fastest way to split the training of a transformer over a cluster, and writes it as a plan.
 #[derive(Debug, Parser)]
@@ -51,9 +55,9 @@ pub struct SearchOptions {
     /// Model file (RON), or a Hugging Face config.json
     #[arg(long, value_name = "FILE", required = true)]
     pub model: Option<PathBuf>,
-    /// Number of GPUs
-    #[arg(long, value_name = "N", required = true, allow_negative_numbers = true)]
-    pub gpus: Option<u64>,
+    /// Number of GPUs; or a range of which every multiple of --node-gpus is searched and compared
+    #[arg(long, value_name = "N|A..B", required = true, allow_negative_numbers = true, value_parser = one_or_range)]
+    pub gpus: Option<Gpus>,
     /// GPUs of a node
     #[arg(long, value_name = "M", required = true, allow_negative_numbers = true)]
     pub node_gpus: Option<u64>,
@@ -69,6 +73,12 @@ pub struct SearchOptions {
     /// Tokens of a sequence
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub sequence_length: Option<u64>,
+    /// What is to be best; with one number of GPUs the fastest step is best in all
+    #[arg(long, value_name = "NAME", default_value = "step")]
+    pub objective: ObjectiveOption,
+    /// Tokens to train on, with suffix K, M, B or T: adds days, GPU-hours, cost, energy and what failures cost
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = read_tokens)]
+    pub tokens: Option<u64>,
     /// Leave out layouts that cannot be executed yet
     #[arg(long)]
     pub executable: bool,
@@ -90,6 +100,47 @@ pub struct SearchOptions {
     /// Choices that are fixed; the rest is searched.
     #[command(flatten)]
     pub fixed: FixedOptions,
+}
+
+/// One number of GPUs, or a range with both ends.
+#[derive(Clone, Debug)]
+pub enum Gpus {
+    /// `N`.
+    One(u64),
+    /// `A..B`.
+    Range(RangeInclusive<u64>),
+}
+
+/// What is to be best.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum ObjectiveOption {
+    /// The time of a step, or of the training with --tokens
+    Step,
+    /// Tokens for each GPU-hour
+    TokensPerGpuHour,
+    /// Money, at the cluster's price_per_gpu_hour
+    Cost,
+    /// Energy of the GPUs, at the device's board_power
+    Energy,
+}
+
+impl ObjectiveOption {
+    /// The objective.
+    pub fn objective(self) -> Objective {
+        match self {
+            ObjectiveOption::Step => Objective::Step,
+            ObjectiveOption::TokensPerGpuHour => Objective::TokensPerGpuHour,
+            ObjectiveOption::Cost => Objective::Cost,
+            ObjectiveOption::Energy => Objective::Energy,
+        }
+    }
+}
+
+fn one_or_range(text: &str) -> Result<Gpus, ParseIntError> {
+    match text.split_once("..") {
+        None => Ok(Gpus::One(text.parse()?)),
+        Some((first, last)) => Ok(Gpus::Range(first.parse()?..=last.parse()?)),
+    }
 }
 
 /// The cluster where none is named.

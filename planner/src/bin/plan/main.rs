@@ -11,6 +11,7 @@ mod import;
 mod inspect;
 mod library;
 mod output;
+mod progress;
 mod search;
 mod validate;
 
@@ -31,7 +32,7 @@ fn main() -> ExitCode {
         Err(error) => return output::usage(&error, json),
     };
     let printed = match arguments.command {
-        None => search::run(&arguments.search),
+        None => return output::finish_with_code(search::run(&arguments.search), json),
         Some(Command::Inspect(options)) => inspect::run(&options),
         Some(Command::Check(options)) => check::run(&options),
         Some(Command::Compare(options)) => compare::run(&options),

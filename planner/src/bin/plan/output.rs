@@ -17,12 +17,25 @@ use crate::Printed;
 /// Exit code of bad input.
 const BAD_INPUT: u8 = 2;
 
+/// What a command prints to stdout, and its exit code.
+pub struct Report {
+    /// The text.
+    pub text: String,
+    /// 0, unless the text says what is missing.
+    pub code: u8,
+}
+
 /// Prints a command's result and gives its exit code.
 pub fn finish(printed: Printed, json: bool) -> ExitCode {
-    match printed {
-        Ok(text) => {
+    finish_with_code(printed.map(|text| Report { text, code: 0 }), json)
+}
+
+/// Prints a report, whose exit code may say more than that it is there.
+pub fn finish_with_code(report: Result<Report, Error>, json: bool) -> ExitCode {
+    match report {
+        Ok(Report { text, code }) => {
             print(&text);
-            ExitCode::SUCCESS
+            ExitCode::from(code)
         }
         Err(error) => {
             if json {

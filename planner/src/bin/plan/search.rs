@@ -1,5 +1,6 @@
 //! `plan --model … --gpus …`: search, write the plan, print the summary.
 
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -9,36 +10,91 @@ use hardware_profiles::files::{INPUT_LIMIT, read_text};
 use hardware_profiles::{
     ClusterFile, StackProfile, find_cluster, find_device, find_stack, read_cluster_file, read_stack,
 };
-use ir::graph::build_graph;
+use ir::error::Problem;
+use ir::graph::{ModelGraph, build_graph};
 use ir::model::{ModelSpec, read_model, workload};
-use ir::plan::write_plan;
+use ir::plan::{StopReason, write_plan};
 use ir::verify::verify;
 use planner::calibrate::Subject;
-use planner::error::Error;
-use planner::explain::{explain, no_plan};
+use planner::error::{Error, INTERRUPTED};
+use planner::explain::{explain, interrupted, no_plan};
 use planner::huggingface::import_config;
 use planner::lower::{estimate, lower, search_report};
+use planner::objective::check_objective;
+use planner::report::json::error_value;
+use planner::report::summary::Heading;
+use planner::report::sweep::{none_fits, sweep_text, sweep_value};
 use planner::report::{json, summary};
 use planner::request::{Request, check_request};
-use planner::search::search;
+use planner::search::search_watched;
+use planner::sweep::{counts, sweep};
+use planner::training::training;
+use planner::watch::Watch;
 
-use crate::Printed;
-use crate::arguments::{DEFAULT_CLUSTER, DEFAULT_STACK, SearchOptions};
-use crate::output::write_whole;
+use crate::arguments::{DEFAULT_CLUSTER, DEFAULT_STACK, Gpus, SearchOptions};
+use crate::output::{Report, write_whole};
+use crate::progress::watched;
 
-/// Runs the search.
-pub fn run(options: &SearchOptions) -> Printed {
-    let started = Instant::now();
+/// Runs the search, or the sweep over several numbers of GPUs.
+pub fn run(options: &SearchOptions) -> Result<Report, Error> {
     let request = read_request(options)?;
+    check_objective(options.objective.objective(), &request.machine)?;
+    match &options.gpus {
+        Some(Gpus::Range(range)) => compare(options, &request, range),
+        Some(Gpus::One(_)) | None => {
+            check_request(&request)?;
+            let graph = build_graph(&request.model);
+            watched(|watch| plan(options, &request, &graph, watch))
+        }
+    }
+}
+
+/// Searches every number of GPUs of a range and compares them.
+fn compare(options: &SearchOptions, request: &Request, range: &RangeInclusive<u64>) -> Result<Report, Error> {
+    if let Some(out) = &options.out {
+        let what = "a range of --gpus writes no plan";
+        let help = "leave out --out, or give one number of GPUs";
+        return Err(Problem::new(what, format!("--out {}", out.display()), help).into());
+    }
+    let counts = counts(range, request.machine.node_gpus)?;
     let graph = build_graph(&request.model);
-    let outcome = search(&request, &graph);
+    let objective = options.objective.objective();
+    let sweep = watched(|watch| sweep(request, &graph, &counts, options.tokens, objective, watch))?;
+    let missing = none_fits(request, range, &sweep);
+    if options.json {
+        let mut value = sweep_value(request, &sweep);
+        if let Some(error) = &missing {
+            value["error"] = error_value(error.problems())["error"].take();
+        }
+        let code = missing.map_or(code_of(sweep.stop_reason), |error| error.exit_code());
+        return Ok(Report { text: format!("{value:#}\n"), code });
+    }
+    if let Some(error) = missing {
+        return Err(error);
+    }
+    let header = summary::header(&Heading::of_range(request, range), &defaults(options, request));
+    Ok(Report { text: header + &sweep_text(request, &sweep, objective), code: code_of(sweep.stop_reason) })
+}
+
+fn code_of(stop_reason: StopReason) -> u8 {
+    match stop_reason {
+        StopReason::Optimal => 0,
+        StopReason::Interrupted => INTERRUPTED,
+    }
+}
+
+/// Searches one number of GPUs and writes the plan.
+fn plan(options: &SearchOptions, request: &Request, graph: &ModelGraph, watch: &Watch) -> Result<Report, Error> {
+    let started = Instant::now();
+    let outcome = search_watched(request, graph, watch);
+    let proven = outcome.stop_reason == StopReason::Optimal;
     let Some(winner) = outcome.best.first() else {
-        return Err(no_plan(&request, &graph, &outcome));
+        return Err(if proven { no_plan(request, graph, &outcome) } else { interrupted(request, &outcome) });
     };
-    let report = search_report(&request, &outcome, explain(&request, &graph, winner));
-    let plan = lower(&request, &graph, winner, report);
+    let report = search_report(request, &outcome, explain(request, graph, winner, watch));
+    let plan = lower(request, graph, winner, report);
     let alternatives: Vec<_> =
-        outcome.best.iter().map(|scored| (scored.strategy.clone(), estimate(&request, &graph, scored))).collect();
+        outcome.best.iter().map(|scored| (scored.strategy.clone(), estimate(request, graph, scored))).collect();
     let seconds = started.elapsed().as_secs_f64();
 
     let path = options
@@ -50,21 +106,31 @@ pub fn run(options: &SearchOptions) -> Printed {
     if !problems.is_empty() {
         return Err(Error::Verification(problems));
     }
-    if !options.dry_run {
+    // Only what is proven to be the best replaces or becomes a file.
+    let out = (proven && !options.dry_run).then_some(shown.as_str());
+    if out.is_some() {
         write_whole(&path, &write_plan(&plan), options.force)?;
     }
-    let out = (!options.dry_run).then_some(shown.as_str());
+    let code = code_of(outcome.stop_reason);
+    let of_tokens = |tokens| training(request, tokens, plan.estimate.step, plan.estimate.checkpoint);
+    let training = options.tokens.map(of_tokens);
     if options.json {
-        return Ok(format!("{:#}\n", json::search_result(&plan, &alternatives, seconds, out)));
+        let mut value = json::search_result(request, &plan, &alternatives, seconds, out);
+        value["objective"] = options.objective.objective().name().into();
+        value["training"] = training.as_ref().map(json::training_value).into();
+        return Ok(Report { text: format!("{value:#}\n"), code });
     }
-    let written = out.map_or("nothing written (--dry-run)".to_owned(), |path| format!("written to {path}"));
-    Ok(format!(
-        "{}{}{written}\n",
-        summary::header(&plan, &defaults(options, &request)),
-        summary::body(&plan, &alternatives)
-    ))
+    let written = match (out, proven) {
+        (Some(path), _) => format!("written to {path}"),
+        (None, true) => "nothing written (--dry-run)".to_owned(),
+        (None, false) => "nothing written (interrupted)".to_owned(),
+    };
+    let header = summary::header(&Heading::of_plan(&plan), &defaults(options, request));
+    let body = summary::body(request, &plan, &alternatives, training.as_ref());
+    Ok(Report { text: format!("{header}{body}{written}\n"), code })
 }
 
+/// Reads what the options name; a range of GPUs leaves the number at 0.
 fn read_request(options: &SearchOptions) -> Result<Request, Error> {
     let path = options.model.as_deref().unwrap_or(Path::new(""));
     let origin = path.display().to_string();
@@ -72,18 +138,20 @@ fn read_request(options: &SearchOptions) -> Result<Request, Error> {
     let workload = workload(&model, &origin, options.sequence_length, options.global_batch)?;
     let Subject { cluster, device, stack } = read_profiles(&options.cluster, options.stack.as_deref())?;
     let node_gpus = options.node_gpus.unwrap_or(0);
-    let request = Request {
+    let gpus = match &options.gpus {
+        Some(Gpus::One(gpus)) => *gpus,
+        Some(Gpus::Range(_)) | None => 0,
+    };
+    Ok(Request {
         model,
         origin,
         workload,
         machine: Machine { device, cluster, stack, node_gpus, matmul_format: MatmulFormat::Model },
-        gpus: options.gpus.unwrap_or(0),
+        gpus,
         fixed: options.fixed.choices(),
         top: options.top,
         executable_only: options.executable,
-    };
-    check_request(&request)?;
-    Ok(request)
+    })
 }
 
 /// Reads what `--cluster` and `--stack` name.
