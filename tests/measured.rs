@@ -127,19 +127,21 @@ fn a_profile_of_two_ranks_plans_two_ranks() {
     check((1, 1, 2));
 }
 
-/// A machine whose ranks wait a second at every collective.
-fn waiting_machine(waits: bool) -> Machine {
+/// A machine whose ranks wait for a time at every collective, and for another at each that is started with one.
+fn waiting_machine(each: f64, further: f64) -> Machine {
     let mut machine = machine("cpu-host", "planwright", 2);
     machine.stack.kernels.repeats_needed_only = true;
-    let second = || Sourced { value: Seconds(1.0), provenance: Provenance::Assumed, source: "the test".to_owned() };
-    machine.stack.overlap.waiting = waits.then(|| Waiting { blocking: second(), started: second() });
+    let seconds =
+        |value| Sourced { value: Seconds(value), provenance: Provenance::Assumed, source: "a test".to_owned() };
+    let waiting = Waiting { blocking: seconds(each), started: seconds(each), further: seconds(further) };
+    machine.stack.overlap.waiting = Some(waiting);
     machine
 }
 
-/// Seconds that a second at every collective adds to a step.
-fn waits(fixed: FixedChoices) -> f64 {
-    let [without, with] = [false, true].map(|waits| planned(waiting_machine(waits), 2, fixed).estimate.step.0);
-    with - without
+/// Seconds that a second at every collective, or at every further one, adds to a step.
+fn waits(fixed: FixedChoices, each: f64, further: f64) -> f64 {
+    let step = |each, further| planned(waiting_machine(each, further), 2, fixed).estimate.step.0;
+    step(each, further) - step(0.0, 0.0)
 }
 
 /// Collectives of the tensor axis in a step, counted in the program.
@@ -162,8 +164,8 @@ fn tensor_ranks_wait_at_the_collectives_of_the_program() {
         [(false, Recompute::None), (false, Recompute::Full), (true, Recompute::None), (true, Recompute::Full)]
     {
         let fixed = FixedChoices { sequence_parallel: Some(sequence_parallel), ..fixed((2, 1, 1), 4, recompute) };
-        let expected = tensor_collectives(&planned(waiting_machine(false), 2, fixed));
-        let found = waits(fixed);
+        let expected = tensor_collectives(&planned(waiting_machine(0.0, 0.0), 2, fixed));
+        let found = waits(fixed, 1.0, 0.0);
         assert!((found - expected).abs() < 1e-6, "{sequence_parallel} {recompute:?}: {found} {expected}");
     }
 }
@@ -179,7 +181,24 @@ fn replicas_wait_for_what_each_block_starts() {
     ];
     for (zero_stage, expected) in rows {
         let fixed = FixedChoices { zero_stage: Some(zero_stage), ..fixed((1, 1, 2), 4, Recompute::None) };
-        let found = waits(fixed);
+        let found = waits(fixed, 1.0, 0.0);
+        assert!((found - expected).abs() < 1e-6, "{zero_stage:?}: {found} {expected}");
+    }
+}
+
+#[test]
+fn each_tensor_has_a_collective_of_its_own() {
+    // Of blocks with several tensors all but the first: in two micro-batches, or once a step for all blocks together.
+    for (zero_stage, together) in [(ZeroStage::None, 1.0), (ZeroStage::Gradients, 6.0 * 2.0 + 1.0)] {
+        let fixed = FixedChoices { zero_stage: Some(zero_stage), ..fixed((1, 1, 2), 4, Recompute::None) };
+        let plan = planned(waiting_machine(0.0, 0.0), 2, fixed);
+        let program = plan.program.as_ref().expect("the plan is executable");
+        let [embedding, layer, head] = [0, 1, 2].map(|body| program.bodies[body].parameters.len() as f64);
+        let tensors = embedding + 4.0 * layer + head;
+        // ZeRO-2 scatters gradients of each micro-batch and gathers weights at the end.
+        let times = if zero_stage == ZeroStage::Gradients { 3.0 } else { 1.0 };
+        let expected = times * tensors - together;
+        let found = waits(fixed, 0.0, 1.0);
         assert!((found - expected).abs() < 1e-6, "{zero_stage:?}: {found} {expected}");
     }
 }

@@ -412,7 +412,10 @@ fn add_communication(block: &Block, case: BlockCase, repeated: &[bool], cost: &m
     let shown = 1.0 - case.machine.stack.overlap.tensor.as_ref().map_or(0.0, |hidden| hidden.value);
     let [waiting, _] = case.machine.waiting();
     let time = |kind, bytes: f64| {
-        waiting + collective_time(kind, Bytes(bytes as u64), case.tensor_group, case.machine) * shown
+        let bytes = Bytes(bytes as u64);
+        waiting
+            + collective_time(kind, bytes, case.tensor_group, case.machine) * shown
+            + reordering_time(kind, bytes, case)
     };
     let pair = |bytes| time(CollectiveKind::ReduceScatter, bytes) + time(CollectiveKind::AllGather, bytes);
     let mut split_inputs: Vec<NodeIndex> = Vec::new();
@@ -448,6 +451,20 @@ fn add_communication(block: &Block, case: BlockCase, repeated: &[bool], cost: &m
                 }
             }
             false => cost.backward_communication += time(CollectiveKind::AllReduce, bytes),
+        }
+    }
+}
+
+/// Time to copy a rank's part into a collective's buffer or out of it, and, where several sequences lie one after
+/// another, to bring the parts of each together.
+fn reordering_time(kind: CollectiveKind, whole: Bytes, case: BlockCase) -> Seconds {
+    let machine = case.machine;
+    match kind {
+        CollectiveKind::AllReduce => Seconds(0.0),
+        CollectiveKind::AllGather | CollectiveKind::ReduceScatter => {
+            let part = machine.copy_time(whole.scale(1.0 / case.split.tensor_parallel as f64));
+            let sequences = case.extents.micro_batch;
+            part + if sequences > 1 { machine.copy_time(whole) } else { Seconds(0.0) }
         }
     }
 }

@@ -45,6 +45,27 @@ impl Machine {
         waiting.map_or([Seconds(0.0); 2], |waiting| [waiting.blocking.value, waiting.started.value])
     }
 
+    /// Time that `collectives` started together take beyond one of them and their payload.
+    pub fn further(&self, collectives: u64) -> Seconds {
+        let waiting = self.stack.overlap.waiting.as_ref();
+        waiting.map_or(Seconds(0.0), |waiting| waiting.further.value * collectives.saturating_sub(1) as f64)
+    }
+
+    /// Time to copy a tensor into the order that a collective needs, or out of it.
+    ///
+    /// The rate is that of the profile's sizes on either side, weighted by the logarithm of the size.
+    pub fn copy_time(&self, tensor: Bytes) -> Seconds {
+        let rates = &self.stack.overlap.copies;
+        let above = rates.partition_point(|copy| copy.size < tensor);
+        let (Some(near), Some(far)) = (rates.get(above.saturating_sub(1)), rates.get(above).or(rates.last())) else {
+            return Seconds(0.0);
+        };
+        let log = |bytes: Bytes| (bytes.0.max(1) as f64).ln();
+        let span = log(far.size) - log(near.size);
+        let share = if span > 0.0 { (log(tensor) - log(near.size)) / span } else { 0.0 };
+        tensor / BytesPerSecond(near.rate.value.0 + (far.rate.value.0 - near.rate.value.0) * share)
+    }
+
     /// Memory that a plan may use: the device's, less the stack's margin.
     pub fn usable_memory(&self) -> Bytes {
         self.device.memory.value.scale(1.0 - self.stack.memory.safety_margin.value)

@@ -46,6 +46,8 @@ pub struct CostedBlock {
     pub expert_parameters: u64,
     /// The part of `parameters` that is a second use of the token embedding.
     pub tied_parameters: u64,
+    /// Tensors that the parameters are.
+    pub tensors: u64,
 }
 
 /// Values for the embedding, each run of layers, and the head.
@@ -123,6 +125,7 @@ pub fn costed_blocks(scenario: Scenario, split: TensorSplit, micro_batch: u64) -
         parameters: split.local_block_parameters(block),
         expert_parameters: split.local_expert_parameters(block),
         tied_parameters: split.local_tied_parameters(block),
+        tensors: block.parameters().count() as u64,
     };
     let mut blocks = PerBlock::default();
     for block in &graph.blocks {
@@ -236,8 +239,12 @@ fn sharded_state_time(
     };
     let covered = machine.stack.overlap.parameter_gather.value;
     let exposed = |communication: Seconds, pass: Seconds| exposed(communication, pass * covered, machine);
-    let forward = exposed(gather, passes[0]) + waiting * gathers;
-    [forward, exposed(gather + scatter, passes[1]) + waiting * (gathers + 1.0)]
+    // Each tensor has a collective of its own, from or into a buffer of which the rank's part is copied.
+    let part = |per_parameter: u64| machine.copy_time(Bytes(block.parameters * per_parameter / ranks));
+    let further = machine.further(block.tensors);
+    let [each_gather, each_scatter] = [bytes.weight, bytes.gradient].map(|bytes| waiting + further + part(bytes));
+    let forward = exposed(gather, passes[0]) + each_gather * gathers;
+    [forward, exposed(gather + scatter, passes[1]) + each_gather * gathers + each_scatter]
 }
 
 /// What remains of communication that computation can cover for a time: the rest, and at least the part that
@@ -436,8 +443,10 @@ fn stage_tail(
     let time = |kind, per_parameter| held.collective_time(kind, per_parameter, strategy, machine);
     let covered = pass.backward * machine.stack.overlap.gradient_reduction.value;
     let waiting = if strategy.data_parallel > 1 { machine.waiting() } else { [Seconds(0.0); 2] };
-    let exposed = |reduction: Seconds| waiting[1] + exposed(reduction, covered, machine);
-    let gather = || waiting[0] + time(CollectiveKind::AllGather, bytes.weight);
+    let tensors: u64 = blocks.parts(content).map(|(count, block)| count * block.tensors).sum();
+    let further = if strategy.data_parallel > 1 { machine.further(tensors) } else { Seconds(0.0) };
+    let exposed = |reduction: Seconds| waiting[1] + further + exposed(reduction, covered, machine);
+    let gather = || waiting[0] + further + time(CollectiveKind::AllGather, bytes.weight);
     let all_reduce = machine.stack.overlap.zero_one_all_reduces;
     let mut data = match strategy.zero_stage {
         ZeroStage::None => exposed(time(CollectiveKind::AllReduce, bytes.gradient)),

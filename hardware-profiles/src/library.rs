@@ -148,14 +148,19 @@ pub(crate) fn check_stack(stack: &StackProfile, origin: &str) -> Vec<Problem> {
     let shares = [
         ("overlap.gradient_reduction", stack.overlap.gradient_reduction.value),
         ("overlap.parameter_gather", stack.overlap.parameter_gather.value),
-        ("overlap.occupancy", stack.overlap.occupancy.as_ref().map_or(0.0, |share| share.value)),
         ("memory.allocator_slack", memory.allocator_slack.value),
         ("memory.safety_margin", memory.safety_margin.value),
         ("relative_error_90", stack.relative_error_90.value),
     ];
     let waiting = stack.overlap.waiting.iter().flat_map(|waiting| {
-        [("overlap.waiting.blocking", waiting.blocking.value.0), ("overlap.waiting.started", waiting.started.value.0)]
+        [
+            ("overlap.waiting.blocking", waiting.blocking.value.0),
+            ("overlap.waiting.started", waiting.started.value.0),
+            ("overlap.waiting.further", waiting.further.value.0),
+        ]
     });
+    let copies: Vec<(&str, f64)> =
+        stack.overlap.copies.iter().map(|copy| ("overlap.copies.rate", copy.rate.value.0)).collect();
     let bytes = [
         ("memory.gradient_bytes.bf16", memory.gradient_bytes.bf16.value),
         ("memory.gradient_bytes.fp16", memory.gradient_bytes.fp16.value),
@@ -171,6 +176,9 @@ pub(crate) fn check_stack(stack: &StackProfile, origin: &str) -> Vec<Problem> {
     ];
     let mut problems = check_positive(origin, &[("kernels.matmul_speed", stack.kernels.matmul_speed.value)]);
     problems.extend(shares.iter().filter_map(|(field, share)| check_at_most(origin, field, *share, 1.0)));
+    problems.extend(check_positive(origin, &copies));
+    let occupancy = stack.overlap.occupancy.as_ref().map_or(0.0, |time| time.value);
+    problems.extend(check_at_most(origin, "overlap.occupancy", occupancy, f64::MAX));
     problems.extend(waiting.filter_map(|(field, seconds)| check_at_most(origin, field, seconds, f64::MAX)));
     problems.extend(bytes.iter().filter_map(|(field, count)| check_at_most(origin, field, *count as f64, STATE_LIMIT)));
     for (field, _) in offers.iter().filter(|(_, empty)| *empty) {

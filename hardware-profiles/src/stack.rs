@@ -3,7 +3,7 @@
 use ir::graph::Fusion;
 use ir::model::DType;
 use ir::strategy::{Recompute, ScheduleKind, ZeroStage};
-use ir::units::{Bytes, Seconds};
+use ir::units::{Bytes, BytesPerSecond, Seconds};
 use serde::{Deserialize, Serialize};
 
 use crate::sourced::Sourced;
@@ -139,8 +139,8 @@ pub struct Overlap {
     /// Share of the tensor axis's collectives that products beside them hide; none where absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tensor: Option<Sourced<f64>>,
-    /// Share of a collective's time that takes the processor from the computation beside it: none on GPUs, most of
-    /// it where one core does both.
+    /// Time that a collective takes the processor from the computation beside it, over its time alone: little on GPUs,
+    /// all of it or more where one core does both.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub occupancy: Option<Sourced<f64>>,
     /// How the context axis exchanges keys and values.
@@ -149,6 +149,10 @@ pub struct Overlap {
     /// What ranks wait for one another at a collective beyond its messages; nothing where absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waiting: Option<Waiting>,
+    /// How fast a rank copies a tensor into the order in which a collective needs it, or out of it, by size, smallest
+    /// first; nothing is copied where empty.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub copies: Vec<CopyRate>,
     /// Whether ZeRO-1 all_reduces gradients and then uses its part, instead of reduce_scatter.
     pub zero_one_all_reduces: bool,
     /// Whether sends between stages run beside computation.
@@ -166,6 +170,18 @@ pub struct Waiting {
     pub blocking: Sourced<Seconds>,
     /// One that was started before and is waited for.
     pub started: Sourced<Seconds>,
+    /// Each further one that was started with it: parameters have a collective each.
+    pub further: Sourced<Seconds>,
+}
+
+/// Bytes a second of a tensor that is copied.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CopyRate {
+    /// The tensor's bytes.
+    pub size: Bytes,
+    /// Bytes a second, each read and written once.
+    pub rate: Sourced<BytesPerSecond>,
 }
 
 /// Times that no formula of shapes gives.

@@ -46,7 +46,7 @@ impl Steps {
         if times.is_empty() {
             return Ok(None);
         }
-        let own = Times::median(times);
+        let own = Times::typical(times);
         let mut gathered = vec![own; all.map_or(1, Group::size)];
         if let Some(all) = all {
             let mut numbers = vec![0.0; own.numbers().len() * gathered.len()];

@@ -125,15 +125,23 @@ impl Times {
         &mut self.0
     }
 
-    /// By account the median of several steps, so that what disturbed one step alone does not count.
-    pub fn median(steps: &[Times]) -> Times {
-        let mut median = Times::default();
-        for (account, median) in median.0.iter_mut().enumerate() {
-            let mut seconds: Vec<f64> = steps.iter().map(|times| times.0[account]).collect();
+    /// By account the median of several steps, so that what disturbed one step alone does not count, in the
+    /// proportion in which they add up to the median of whole steps: delays meet another account in each step, and are
+    /// in the median of none.
+    pub fn typical(steps: &[Times]) -> Times {
+        let middle = |mut seconds: Vec<f64>| {
             seconds.sort_by(f64::total_cmp);
-            *median = seconds.get(seconds.len() / 2).copied().unwrap_or(0.0);
+            seconds.get(seconds.len() / 2).copied().unwrap_or(0.0)
+        };
+        let mut typical = Times::default();
+        for (account, median) in typical.0.iter_mut().enumerate() {
+            *median = middle(steps.iter().map(|times| times.0[account]).collect());
         }
-        median
+        let (whole, parts) = (middle(steps.iter().map(Times::total).collect()), typical.total());
+        if parts > 0.0 {
+            typical.0.iter_mut().for_each(|seconds| *seconds *= whole / parts);
+        }
+        typical
     }
 }
 
@@ -189,11 +197,23 @@ mod tests {
     }
 
     #[test]
-    fn one_slow_step_leaves_the_median() {
+    fn one_slow_step_leaves_the_typical_one() {
         let step = |seconds: f64| Times([seconds; ACCOUNTS]);
         for (steps, expected) in [(vec![], 0.0), (vec![1.0], 1.0), (vec![1.0, 9.0, 2.0], 2.0)] {
             let steps: Vec<Times> = steps.into_iter().map(step).collect();
-            assert_eq!(Times::median(&steps), step(expected));
+            assert_eq!(Times::typical(&steps), step(expected));
         }
+    }
+
+    #[test]
+    fn a_typical_step_takes_the_median_of_steps_although_its_parts_take_turns_to_be_slow() {
+        let steps: Vec<Times> = (0..3)
+            .map(|slow| {
+                let mut times = Times([0.0; ACCOUNTS]);
+                (0..3).for_each(|account| times.0[account] = if account == slow { 4.0 } else { 1.0 });
+                times
+            })
+            .collect();
+        assert!((Times::typical(&steps).total() - 6.0).abs() < 1e-12);
     }
 }

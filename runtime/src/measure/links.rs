@@ -1,5 +1,6 @@
 //! Messages between ranks: latency, bandwidth, and what they take from the computation beside them.
 
+use std::hint::black_box;
 use std::time::Instant;
 
 use ir::graph::DimName::{Hidden, Intermediate, Sequence};
@@ -15,6 +16,8 @@ use crate::tensor::{Format, Memory, Tensor};
 const SIZES: [usize; 4] = [256 << 10, 1 << 20, 4 << 20, 16 << 20];
 /// Times that each large one is sent.
 const REPETITIONS: usize = 7;
+/// Times that computation with and without messages is compared, in turns.
+const TURNS: usize = 15;
 /// Times that each small one is sent.
 const MANY: usize = 200;
 /// Elements of a small message.
@@ -27,6 +30,10 @@ const EDGE: usize = 256;
 const BETWEEN: usize = 4;
 /// Collectives between two readings of the clock.
 const COLLECTIVES: usize = 20;
+/// Collectives that are started together.
+const TOGETHER: usize = 8;
+/// Bytes of tensors whose copies are timed.
+const COPIED: [usize; 4] = [64 << 10, 512 << 10, 2 << 20, 8 << 20];
 
 /// What was measured.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -37,12 +44,24 @@ pub struct LinkRates {
     pub base: f64,
     /// Time of a message without payload.
     pub hop: f64,
-    /// Share of a collective's time by which it delays the computation beside it.
+    /// Time by which a collective delays the computation beside it, over its time alone; above 1 where the threads that
+    /// compute and communicate wait for one another's turn on a processor.
     pub occupancy: f64,
     /// Time that ranks wait for one another at a collective that the computation stops for.
     pub blocking: f64,
     /// The same for one that was started before.
     pub started: f64,
+    /// Delay of the computation by each further one that is started with it.
+    pub further: f64,
+    /// Bytes that are copied a second, by [`COPIED`].
+    pub copies: [f64; COPIED.len()],
+}
+
+impl LinkRates {
+    /// Sizes of copied tensors with the bytes that are copied a second.
+    pub fn copies(&self) -> impl Iterator<Item = (usize, f64)> {
+        COPIED.into_iter().zip(self.copies)
+    }
 }
 
 /// Measures on all ranks together.
@@ -56,11 +75,18 @@ pub fn measure_links(world: &World, all: &Group) -> Result<LinkRates, Error> {
     let latency = time(MANY, || all.all_reduce(Reduction::Sum, &mut small))?;
     let bandwidth = measure_bandwidth(all, latency)?;
     let occupancy = measure_occupancy(all)?;
-    let [blocking, started] = measure_waiting(all)?.map(|waiting| (waiting - latency).max(0.0));
-    let mut rates = [hop, (latency - steps * hop).max(0.0), bandwidth, occupancy, blocking, started];
+    let [blocking, started, together] = measure_waiting(all)?;
+    let further = (together - started) / (TOGETHER - 1) as f64;
+    let [blocking, started] = [blocking, started].map(|waiting| waiting - latency);
+    let copies = measure_copies(all)?;
+    let times = [hop, latency - steps * hop, blocking, started, further].map(|seconds| seconds.max(0.0));
+    let mut rates = [&[bandwidth, occupancy], &times[..], &copies[..]].concat();
     all.all_reduce(Reduction::Sum, &mut rates)?;
-    let [hop, base, bandwidth, occupancy, blocking, started] = rates.map(|rate| rate / all.size() as f64);
-    Ok(LinkRates { bandwidth, base, hop, occupancy, blocking, started })
+    rates.iter_mut().for_each(|rate| *rate /= all.size() as f64);
+    let copies = std::array::from_fn(|size| rates[7 + size]);
+    let [bandwidth, occupancy] = [rates[0], rates[1]];
+    let [hop, base, blocking, started, further] = std::array::from_fn(|time| rates[2 + time]);
+    Ok(LinkRates { bandwidth, base, hop, occupancy, blocking, started, further, copies })
 }
 
 /// Time of a small message between neighbours.
@@ -108,48 +134,88 @@ fn measure_occupancy(all: &Group) -> Result<f64, Error> {
     let mut counts = [(3.0 * alone / one).ceil().clamp(1.0, 1e4)];
     all.all_reduce(Reduction::Max, &mut counts)?;
     let count = counts[0] as usize;
-    let computing = time(REPETITIONS, || {
-        all.barrier()?;
+    let computing = || {
         operands.compute(count);
         Ok(())
-    })?;
-    let both = time(REPETITIONS, || {
-        all.barrier()?;
+    };
+    let both = || {
         let pending = all.start_all_reduce(Reduction::Max, vec![1.0_f32; BESIDE]);
         operands.compute(count);
         pending.wait().map(drop)
-    })?;
-    Ok(((both - computing) / alone).clamp(0.0, 1.0))
+    };
+    let [delay] = delays(all, &computing, [&both])?;
+    Ok((delay / alone).max(0.0))
 }
 
-/// How much longer equal computation takes for each small collective between its parts: where it stops for it, and
-/// where the collective is started before the last part.
-fn measure_waiting(all: &Group) -> Result<[f64; 2], Error> {
+/// How much longer equal computation takes for each small collective between its parts: where it stops for it, where
+/// the collective is started before the last part, and where several are.
+fn measure_waiting(all: &Group) -> Result<[f64; 3], Error> {
     let operands = Computation::new();
     let numbers = || vec![1.0_f32; SMALL];
-    let measure = |between: &dyn Fn() -> Result<(), Error>| {
-        time(REPETITIONS, || {
-            all.barrier()?;
-            (0..COLLECTIVES).try_for_each(|_| {
-                operands.compute(BETWEEN - 1);
-                between()
-            })
+    let repeated = |between: &dyn Fn() -> Result<(), Error>| {
+        (0..COLLECTIVES).try_for_each(|_| {
+            operands.compute(BETWEEN - 1);
+            between()
         })
     };
-    let computing = measure(&|| {
+    let started = |count: usize| {
+        let pending: Vec<_> = (0..count).map(|_| all.start_all_reduce(Reduction::Max, numbers())).collect();
         operands.compute(1);
-        Ok(())
-    })?;
-    let blocking = measure(&|| {
+        pending.into_iter().try_for_each(|pending| pending.wait().map(drop))
+    };
+    let blocking = || {
         operands.compute(1);
         all.all_reduce(Reduction::Max, &mut numbers())
-    })?;
-    let started = measure(&|| {
-        let pending = all.start_all_reduce(Reduction::Max, numbers());
-        operands.compute(1);
-        pending.wait().map(drop)
-    })?;
-    Ok([blocking, started].map(|with| (with - computing) / COLLECTIVES as f64))
+    };
+    let computing = || repeated(&|| started(0));
+    let delays = delays(
+        all,
+        &computing,
+        [&|| repeated(&blocking), &|| repeated(&|| started(1)), &|| repeated(&|| started(TOGETHER))],
+    )?;
+    Ok(delays.map(|delay| delay / COLLECTIVES as f64))
+}
+
+/// Median of how much longer each of `others` takes than `base`, all in turns, so that a change of the machine's speed
+/// meets them alike.
+fn delays<const N: usize>(
+    all: &Group,
+    base: &dyn Fn() -> Result<(), Error>,
+    others: [&dyn Fn() -> Result<(), Error>; N],
+) -> Result<[f64; N], Error> {
+    let mut delays = [(); N].map(|()| Vec::with_capacity(TURNS));
+    let once = |run: &dyn Fn() -> Result<(), Error>| {
+        all.barrier()?;
+        time(1, run)
+    };
+    for _ in 0..TURNS {
+        let alone = once(base)?;
+        for (delays, run) in delays.iter_mut().zip(others) {
+            delays.push(once(run)? - alone);
+        }
+    }
+    Ok(delays.map(median))
+}
+
+/// Bytes that a rank copies a second, by the size of the tensor, all ranks at once. The source has just been written, as
+/// an operator leaves it.
+fn measure_copies(all: &Group) -> Result<[f64; COPIED.len()], Error> {
+    let mut rates = [0.0; COPIED.len()];
+    for (rate, size) in rates.iter_mut().zip(COPIED) {
+        let mut from = vec![1.0_f32; size / size_of::<f32>()];
+        let mut to = vec![0.0_f32; from.len()];
+        all.barrier()?;
+        let mut seconds = Vec::with_capacity(TURNS);
+        for turn in 0..TURNS {
+            from.fill(turn as f32);
+            seconds.push(time(1, || {
+                black_box(&mut to).copy_from_slice(&from);
+                Ok(())
+            })?);
+        }
+        *rate = size as f64 / median(seconds);
+    }
+    Ok(rates)
 }
 
 /// Products that are computed beside messages.

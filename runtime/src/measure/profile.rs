@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use hardware_profiles::cluster::Nics;
 use hardware_profiles::device::{MatmulEdges, OperatorClass, OperatorRate};
-use hardware_profiles::stack::Waiting;
+use hardware_profiles::stack::{CopyRate, Waiting};
 use hardware_profiles::{
     ClusterFile, ClusterProfile, DeviceProfile, Sourced, StackProfile, find_cluster, find_device, find_stack,
     write_cluster_file,
@@ -287,7 +287,14 @@ fn stack(base: StackProfile, measured: &Measured) -> StackProfile {
         let what = "delay of products by a small all_reduce after each few of them, over its time alone";
         let blocking = measured.value(Seconds(links.blocking), what);
         let started = measured.value(Seconds(links.started), &format!("{what}; started before the last product"));
-        stack.overlap.waiting = Some(Waiting { blocking, started });
+        let what = format!("delay by each further all_reduce that is started with one; {what}");
+        let further = measured.value(Seconds(links.further), &what);
+        stack.overlap.waiting = Some(Waiting { blocking, started, further });
+        let copied = |(size, rate): (usize, f64)| CopyRate {
+            size: Bytes(size as u64),
+            rate: measured.value(BytesPerSecond(rate), "copies of what has just been written, on all ranks at once"),
+        };
+        stack.overlap.copies = links.copies().map(copied).collect();
     }
     stack
 }
