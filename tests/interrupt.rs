@@ -24,10 +24,10 @@ const INTERRUPTED: i32 = 130;
 /// Files that a folder of [`folder`] holds.
 const FILES: usize = 2;
 
-/// A folder with BLOOM and with a narrow model of 4096 layers.
+/// A folder with BLOOM and with a narrow model of 2048 layers.
 fn folder() -> TempDir {
     let changes = [
-        ("num_layers: 70", "num_layers: 4096"),
+        ("num_layers: 70", "num_layers: 2048"),
         ("hidden_size: 14336", "hidden_size: 1024"),
         ("intermediate_size: 57344", "intermediate_size: 4096"),
         ("num_attention_heads: 112", "num_attention_heads: 16"),

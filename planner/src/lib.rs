@@ -2,6 +2,7 @@
 //!
 //! No constant of hardware and no formula of time stands here.
 
+pub mod advice;
 pub mod calibrate;
 pub mod compare;
 pub mod compile;
@@ -10,12 +11,14 @@ pub mod examples;
 pub mod explain;
 pub mod fitting;
 pub mod huggingface;
+pub mod limits;
 pub mod lower;
 pub mod objective;
 pub mod partition;
 pub mod report;
 pub mod request;
 pub mod search;
+pub mod shapes;
 pub mod space;
 pub mod sweep;
 pub mod training;

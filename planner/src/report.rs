@@ -1,5 +1,6 @@
 //! What the user sees: summary, tables of a plan, and the same facts as JSON.
 
+pub mod advice;
 pub mod calibration;
 pub mod comparison;
 pub mod inspect;
@@ -25,6 +26,16 @@ const MEGAWATT_HOUR: f64 = 3.6e9;
 
 /// Width of text; tables may be wider.
 const WIDTH: usize = 112;
+
+/// A number with three digits, or with all before its point.
+fn amount(value: f64) -> String {
+    let decimals = match value {
+        value if value >= 100.0 || value == 0.0 => 0,
+        value if value.is_normal() => (2.0 - value.abs().log10().floor()) as usize,
+        _ => 0,
+    };
+    format!("{value:.decimals$}")
+}
 
 /// Lines of at most [`WIDTH`] characters, all but the first indented, each with its end.
 fn paragraph(text: &str) -> String {

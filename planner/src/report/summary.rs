@@ -9,7 +9,7 @@ use ir::provenance::Provenance;
 use ir::strategy::Strategy;
 use ir::units::Seconds;
 
-use super::{DAY, HOUR, KILOWATT_HOUR, MEGAWATT_HOUR, MINUTE, paragraph, table};
+use super::{DAY, HOUR, KILOWATT_HOUR, MEGAWATT_HOUR, MINUTE, amount, paragraph, table};
 use crate::explain::{describe, runs};
 use crate::objective::{Expense, expense, expense_provenance};
 use crate::request::Request;
@@ -153,34 +153,36 @@ fn expense_line(request: &Request, estimate: &Estimate) -> String {
     let tokens = (request.workload.global_batch * request.workload.sequence_length) as f64;
     let step = expense(&request.machine, request.gpus, estimate.step);
     let [price, power] = expense_provenance(&request.machine).map(|origin| origin.map_or("", Provenance::name));
+    let million = |value: f64| amount(value / tokens * 1e6);
     let cost =
-        step.cost.map(|cost| format!(", {:.2} USD ({:.2} a million tokens) [{price}]", cost.0, cost.0 / tokens * 1e6));
+        step.cost.map(|cost| format!(", {} USD ({} a million tokens) [{price}]", amount(cost.0), million(cost.0)));
     let energy = step.energy.map(|energy| {
         let hours = energy.0 / KILOWATT_HOUR;
-        format!(", {hours:.1} kWh of the GPUs ({:.2} a million tokens) [{power}]", hours / tokens * 1e6)
+        format!(", {} kWh of the GPUs ({} a million tokens) [{power}]", amount(hours), million(hours))
     });
     let [cost, energy] = [cost, energy].map(Option::unwrap_or_default);
-    paragraph(&format!("a step takes {:.2} GPU-hours{cost}{energy}", step.gpu_hours))
+    paragraph(&format!("a step takes {} GPU-hours{cost}{energy}", amount(step.gpu_hours)))
 }
 
 /// A training: how long, what it takes, and what failures cost.
 fn training_lines(training: &Training) -> String {
     let Expense { time, gpu_hours, cost, energy } = training.expense;
-    let cost = cost.map(|cost| format!(", {:.0} USD", cost.0)).unwrap_or_default();
-    let energy = energy.map(|energy| format!(", {:.1} MWh", energy.0 / MEGAWATT_HOUR)).unwrap_or_default();
+    let cost = cost.map(|cost| format!(", {} USD", amount(cost.0))).unwrap_or_default();
+    let energy = energy.map(|energy| format!(", {} MWh", amount(energy.0 / MEGAWATT_HOUR))).unwrap_or_default();
     let text = paragraph(&format!(
-        "{} tokens in {} steps: {}, {gpu_hours:.0} GPU-hours{cost}{energy}",
+        "{} tokens in {} steps: {}, {} GPU-hours{cost}{energy}",
         training.tokens,
         training.steps,
-        duration(time)
+        duration(time),
+        amount(gpu_hours)
     ));
     let failures = match &training.failures {
         None => "failures are not in it: the cluster has no field reliability".to_owned(),
         Some(failures) => format!(
-            "a failure every {} ({:.0} in all) and a restart of {}; a checkpoint of {} takes {}, best every {} steps \
+            "a failure every {} ({} in all) and a restart of {}; a checkpoint of {} takes {}, best every {} steps \
              ({}): {:.1} % of the time is progress [{}]",
             duration(failures.interruptions.mean_time_between_failures),
-            failures.count,
+            amount(failures.count),
             duration(failures.interruptions.restart),
             failures.checkpoint,
             failures.interruptions.checkpoint,

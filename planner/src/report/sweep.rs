@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::json::{costed_estimate_value, strategy_value, training_value};
 use super::summary::duration;
-use super::{MEGAWATT_HOUR, paragraph, table};
+use super::{MEGAWATT_HOUR, amount, paragraph, table};
 use crate::error::Error;
 use crate::explain::describe;
 use crate::lower::executable;
@@ -136,15 +136,6 @@ fn row(gpus: u64, best: &Best) -> Vec<String> {
     row.push(known(best.expense.energy.map(|energy| energy.0 / MEGAWATT_HOUR)));
     row.push(if best.pareto { "yes" } else { "" }.to_owned());
     row
-}
-
-/// A number with about three digits or more.
-fn amount(value: f64) -> String {
-    match value {
-        value if value >= 1000.0 => format!("{value:.0}"),
-        value if value >= 1.0 => format!("{value:.2}"),
-        value => format!("{value:.4}"),
-    }
 }
 
 /// Numbers of GPUs without a plan, those with one reason together.

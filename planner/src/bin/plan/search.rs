@@ -15,12 +15,14 @@ use ir::graph::{ModelGraph, build_graph};
 use ir::model::{ModelSpec, read_model, workload};
 use ir::plan::{StopReason, write_plan};
 use ir::verify::verify;
+use planner::advice::{advise, sentences};
 use planner::calibrate::Subject;
 use planner::error::{Error, INTERRUPTED};
 use planner::explain::{explain, interrupted, no_plan};
 use planner::huggingface::import_config;
 use planner::lower::{estimate, lower, search_report};
 use planner::objective::check_objective;
+use planner::report::advice::advice_value;
 use planner::report::json::error_value;
 use planner::report::summary::Heading;
 use planner::report::sweep::{none_fits, sweep_text, sweep_value};
@@ -91,7 +93,10 @@ fn plan(options: &SearchOptions, request: &Request, graph: &ModelGraph, watch: &
     let Some(winner) = outcome.best.first() else {
         return Err(if proven { no_plan(request, graph, &outcome) } else { interrupted(request, &outcome) });
     };
-    let report = search_report(request, &outcome, explain(request, graph, winner, watch));
+    let mut explanations = explain(request, graph, winner, watch);
+    let advice = advise(request, graph, winner, watch);
+    explanations.extend(advice.iter().flat_map(sentences));
+    let report = search_report(request, &outcome, explanations);
     let plan = lower(request, graph, winner, report);
     let alternatives: Vec<_> =
         outcome.best.iter().map(|scored| (scored.strategy.clone(), estimate(request, graph, scored))).collect();
@@ -116,6 +121,7 @@ fn plan(options: &SearchOptions, request: &Request, graph: &ModelGraph, watch: &
     let training = options.tokens.map(of_tokens);
     if options.json {
         let mut value = json::search_result(request, &plan, &alternatives, seconds, out);
+        value["why"] = advice.as_ref().map(|advice| advice_value(&request.model, advice)).into();
         value["objective"] = options.objective.objective().name().into();
         value["training"] = training.as_ref().map(json::training_value).into();
         return Ok(Report { text: format!("{value:#}\n"), code });

@@ -1,0 +1,150 @@
+//! What binds a layout: for each resource, the share of the step that goes away without its limit.
+//!
+//! Each share is a prediction of the same layout on a machine whose resource costs nothing; the shares are alternatives
+//! and do not add up. Memory has no such machine: its share is what a search finds with twice of it.
+
+use cost_models::machine::Machine;
+use ir::graph::ModelGraph;
+use ir::plan::{StopReason, TimeTerm};
+use ir::units::{BytesPerSecond, Seconds};
+
+use crate::request::Request;
+use crate::search::{Scored, score_layout, search_watched};
+use crate::watch::Watch;
+
+/// Speed-up after which what is left of a resource's time is no longer seen.
+const FREE: f64 = 1e6;
+
+/// Something that a layout waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Limit {
+    /// Memory of the fullest stage.
+    Memory,
+    /// Network cards between nodes or fast domains.
+    Network,
+    /// Links inside a node or fast domain.
+    FastLinks,
+    /// Filling and draining the pipeline.
+    Bubble,
+    /// Matrix products whose extents fill no whole waves of tiles, are shallow, or are misaligned.
+    MatmulShape,
+    /// What the host does: launches, micro-batches, steps.
+    Host,
+    /// Bandwidth of the devices' memory, mostly in operators that are no matrix products.
+    MemoryBandwidth,
+}
+
+/// A limit with its weight.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Binding {
+    /// What binds.
+    pub limit: Limit,
+    /// The share of the step that goes away without it; for memory, with twice of it.
+    pub gain: f64,
+}
+
+impl Limit {
+    /// The name used in JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Limit::Memory => "memory",
+            Limit::Network => "network",
+            Limit::FastLinks => "fast_links",
+            Limit::Bubble => "bubble",
+            Limit::MatmulShape => "matmul_shape",
+            Limit::Host => "host",
+            Limit::MemoryBandwidth => "memory_bandwidth",
+        }
+    }
+
+    /// The words used in sentences; `stage` is the fullest.
+    pub fn describe(self, stage: usize) -> String {
+        match self {
+            Limit::Memory => format!("memory of stage {stage}"),
+            Limit::Network => "the network cards (NIC)".to_owned(),
+            Limit::FastLinks => "the links inside nodes (NVLink or alike)".to_owned(),
+            Limit::Bubble => "the pipeline's bubble".to_owned(),
+            Limit::MatmulShape => "shapes of matrix products (GEMM)".to_owned(),
+            Limit::Host => "the host".to_owned(),
+            Limit::MemoryBandwidth => "memory bandwidth".to_owned(),
+        }
+    }
+}
+
+/// All limits of a layout, the heaviest first, and the best layout with twice the memory.
+pub fn limits(request: &Request, graph: &ModelGraph, winner: &Scored, watch: &Watch) -> (Vec<Binding>, Option<Scored>) {
+    let step = winner.prediction.step;
+    let gain = |other: Seconds| (1.0 - other.0 / step.0).max(0.0);
+    let without = |free: fn(&mut Machine)| {
+        let scored = score_layout(&on_machine(request, free), graph, &winner.strategy);
+        scored.map_or(0.0, |scored| gain(scored.prediction.step))
+    };
+    let roomier = with_twice_the_memory(request, graph, watch);
+    let bubble = winner.prediction.terms.get(&TimeTerm::Bubble).copied().unwrap_or_default();
+    let mut bindings: Vec<Binding> = [
+        (Limit::Memory, roomier.as_ref().map_or(0.0, |scored| gain(scored.prediction.step))),
+        (Limit::Network, without(free_network)),
+        (Limit::FastLinks, without(free_links)),
+        (Limit::Bubble, bubble.0 / step.0),
+        (Limit::MatmulShape, without(full_products)),
+        (Limit::Host, without(free_host)),
+        (Limit::MemoryBandwidth, without(free_memory_traffic)),
+    ]
+    .map(|(limit, gain)| Binding { limit, gain })
+    .to_vec();
+    bindings.sort_by(|a, b| b.gain.total_cmp(&a.gain).then(a.limit.cmp(&b.limit)));
+    (bindings, roomier)
+}
+
+/// The same request on a changed machine.
+pub fn on_machine(request: &Request, change: impl FnOnce(&mut Machine)) -> Request {
+    let mut changed = request.clone();
+    change(&mut changed.machine);
+    changed
+}
+
+fn with_twice_the_memory(request: &Request, graph: &ModelGraph, watch: &Watch) -> Option<Scored> {
+    let roomy = on_machine(request, |machine| machine.device.memory.value = machine.device.memory.value * 2);
+    let outcome = search_watched(&Request { top: 1, ..roomy }, graph, &watch.of_a_step());
+    outcome.best.into_iter().next().filter(|_| outcome.stop_reason == StopReason::Optimal)
+}
+
+fn free_network(machine: &mut Machine) {
+    let network = &mut machine.cluster.inter;
+    network.bandwidth_per_nic_per_direction.value = faster(network.bandwidth_per_nic_per_direction.value);
+    network.hop_latency.value = Seconds(0.0);
+}
+
+fn free_links(machine: &mut Machine) {
+    let links = &mut machine.cluster.intra;
+    links.bandwidth_per_gpu_per_direction.value = faster(links.bandwidth_per_gpu_per_direction.value);
+    links.base_latency.value = Seconds(0.0);
+    links.hop_latency.value = Seconds(0.0);
+}
+
+fn full_products(machine: &mut Machine) {
+    let products = &mut machine.device.matmul;
+    products.half_depth.value = 0.0;
+    products.multiprocessors.value = 1;
+    products.misaligned = None;
+    if let Some(edges) = &mut products.edges {
+        (edges.rows.value, edges.columns.value) = (0.0, 0.0);
+    }
+}
+
+fn free_host(machine: &mut Machine) {
+    let stack = &mut machine.stack;
+    stack.kernels.launch_floor.value = Seconds(0.0);
+    stack.kernels.host_launch = None;
+    stack.overhead.micro_batch.value = Seconds(0.0);
+    stack.overhead.step.value = Seconds(0.0);
+}
+
+fn free_memory_traffic(machine: &mut Machine) {
+    machine.device.memory_bandwidth.value = faster(machine.device.memory_bandwidth.value);
+    machine.device.operators.clear();
+}
+
+fn faster(bandwidth: BytesPerSecond) -> BytesPerSecond {
+    bandwidth * FREE
+}
