@@ -413,9 +413,8 @@ fn add_communication(block: &Block, case: BlockCase, repeated: &[bool], cost: &m
     let [waiting, _] = case.machine.waiting();
     let time = |kind, bytes: f64| {
         let bytes = Bytes(bytes as u64);
-        waiting
-            + collective_time(kind, bytes, case.tensor_group, case.machine) * shown
-            + reordering_time(kind, bytes, case)
+        let exposed = collective_time(kind, bytes, case.tensor_group, case.machine) * shown;
+        waiting + exposed + reordering_time(kind, bytes, case)
     };
     let pair = |bytes| time(CollectiveKind::ReduceScatter, bytes) + time(CollectiveKind::AllGather, bytes);
     let mut split_inputs: Vec<NodeIndex> = Vec::new();
@@ -463,8 +462,7 @@ fn reordering_time(kind: CollectiveKind, whole: Bytes, case: BlockCase) -> Secon
         CollectiveKind::AllReduce => Seconds(0.0),
         CollectiveKind::AllGather | CollectiveKind::ReduceScatter => {
             let part = machine.copy_time(whole.scale(1.0 / case.split.tensor_parallel as f64));
-            let sequences = case.extents.micro_batch;
-            part + if sequences > 1 { machine.copy_time(whole) } else { Seconds(0.0) }
+            if case.extents.micro_batch > 1 { part + machine.copy_time(whole) } else { part }
         }
     }
 }
