@@ -6,6 +6,7 @@ pub mod comparison;
 pub mod inspect;
 pub mod json;
 pub mod program;
+pub mod score;
 pub mod summary;
 pub mod sweep;
 pub mod validation;
@@ -40,6 +41,12 @@ fn amount(value: f64) -> String {
 /// Lines of at most [`WIDTH`] characters, all but the first indented, each with its end.
 fn paragraph(text: &str) -> String {
     textwrap::fill(text, textwrap::Options::new(WIDTH).subsequent_indent("  ")) + "\n"
+}
+
+/// The same for lists of names, which are not broken at their hyphens.
+fn list_paragraph(text: &str) -> String {
+    let options = textwrap::Options::new(WIDTH).subsequent_indent("  ");
+    textwrap::fill(text, options.word_splitter(textwrap::WordSplitter::NoHyphenation)) + "\n"
 }
 
 /// A plain table: a header line, then rows. Columns of numbers are right-aligned, columns of words left.

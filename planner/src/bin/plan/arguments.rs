@@ -32,6 +32,8 @@ pub enum Command {
     Check(CheckOptions),
     /// Compare two plans term by term: what differs, what it costs, which limit binds
     Compare(CompareOptions),
+    /// Predict a launch configuration of Megatron, DeepSpeed or torchtitan, and what the best plan would gain
+    Score(ScoreOptions),
     /// Predict every row of a table of measured runs
     Validate(ValidateOptions),
     /// Fit a cluster's constants to a user's own logged runs
@@ -187,11 +189,26 @@ pub struct FixedOptions {
     sequence_parallel: Option<bool>,
 }
 
+/// What backward computes again.
 #[derive(Clone, Copy, Debug, ValueEnum)]
-enum RecomputeOption {
+pub enum RecomputeOption {
+    /// Nothing
     None,
+    /// The attention core
     Selective,
+    /// Each layer
     Full,
+}
+
+impl RecomputeOption {
+    /// The choice.
+    pub fn choice(self) -> Recompute {
+        match self {
+            RecomputeOption::None => Recompute::None,
+            RecomputeOption::Selective => Recompute::Selective,
+            RecomputeOption::Full => Recompute::Full,
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -210,11 +227,7 @@ impl FixedOptions {
             data_parallel: self.data_parallel,
             zero_stage: self.zero_stage.and_then(|stage| ZeroStage::try_from(stage).ok()),
             micro_batch: self.micro_batch,
-            recompute: self.recompute.map(|choice| match choice {
-                RecomputeOption::None => Recompute::None,
-                RecomputeOption::Selective => Recompute::Selective,
-                RecomputeOption::Full => Recompute::Full,
-            }),
+            recompute: self.recompute.map(RecomputeOption::choice),
             schedule: self.schedule.map(|choice| match choice {
                 ScheduleOption::Gpipe => ScheduleKind::GPipe,
                 ScheduleOption::OneForwardOneBackward => ScheduleKind::OneForwardOneBackward,
@@ -265,6 +278,48 @@ pub struct CompareOptions {
     pub a: PathBuf,
     /// Plan file to compare with it
     pub b: PathBuf,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Options of `plan score`.
+#[derive(Debug, Args)]
+#[command(group(clap::ArgGroup::new("configuration").required(true)))]
+pub struct ScoreOptions {
+    /// Flags of Megatron-LM or Megatron-DeepSpeed as one argument, or @FILE that holds them
+    #[arg(long, value_name = "FLAGS|@FILE", group = "configuration", allow_hyphen_values = true)]
+    pub from_megatron: Option<String>,
+    /// DeepSpeed's JSON file; needs --model
+    #[arg(long, value_name = "FILE", group = "configuration")]
+    pub from_deepspeed: Option<PathBuf>,
+    /// torchtitan's TOML file
+    #[arg(long, value_name = "FILE", group = "configuration")]
+    pub from_torchtitan: Option<PathBuf>,
+    /// Number of GPUs
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub gpus: u64,
+    /// GPUs of a node
+    #[arg(long, value_name = "M", allow_negative_numbers = true)]
+    pub node_gpus: u64,
+    /// Built-in cluster, or a cluster file
+    #[arg(long, value_name = "NAME|FILE", default_value = DEFAULT_CLUSTER)]
+    pub cluster: String,
+    /// Built-in software stack, or a stack file [default: the one that the configuration is for]
+    #[arg(long, value_name = "NAME|FILE")]
+    pub stack: Option<String>,
+    /// Model file (RON), or a Hugging Face config.json, where the configuration does not hold the model
+    #[arg(long, value_name = "FILE")]
+    pub model: Option<PathBuf>,
+    /// Sequences of a step, where the configuration does not say
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub global_batch: Option<u64>,
+    /// Tokens of a sequence, where the configuration does not say
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub sequence_length: Option<u64>,
+    /// What backward computes again, where the configuration does not say
+    #[arg(long)]
+    pub recompute: Option<RecomputeOption>,
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,

@@ -12,6 +12,7 @@ mod inspect;
 mod library;
 mod output;
 mod progress;
+mod score;
 mod search;
 mod validate;
 
@@ -36,6 +37,7 @@ fn main() -> ExitCode {
         Some(Command::Inspect(options)) => inspect::run(&options),
         Some(Command::Check(options)) => check::run(&options),
         Some(Command::Compare(options)) => compare::run(&options),
+        Some(Command::Score(options)) => score::run(&options),
         Some(Command::Validate(options)) => validate::run(&options),
         Some(Command::Calibrate(options)) => calibrate::run(&options),
         Some(Command::Models(options)) => library::models(options.json),

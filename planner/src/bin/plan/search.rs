@@ -176,7 +176,7 @@ pub fn read_profiles(cluster_option: &str, stack_option: Option<&str>) -> Result
 }
 
 /// Reads a model file: RON, or JSON as Hugging Face writes it.
-fn read_model_file(path: &Path, origin: &str) -> Result<ModelSpec, Error> {
+pub fn read_model_file(path: &Path, origin: &str) -> Result<ModelSpec, Error> {
     let text = read_text(path, INPUT_LIMIT)?;
     let json = path.extension().is_some_and(|extension| extension == "json") || text.trim_start().starts_with('{');
     Ok(if json { import_config(&text, origin)? } else { read_model(&text, origin)? })
@@ -187,14 +187,16 @@ fn is_file(option: &str) -> bool {
     option.ends_with(".ron") || option.contains(std::path::MAIN_SEPARATOR)
 }
 
-fn read_cluster_option(option: &str) -> Result<ClusterFile, Error> {
+/// Reads the cluster of an option.
+pub fn read_cluster_option(option: &str) -> Result<ClusterFile, Error> {
     if is_file(option) {
         return Ok(read_cluster_file(&read_text(Path::new(option), INPUT_LIMIT)?, option)?);
     }
     Ok(ClusterFile { cluster: find_cluster(option, "--cluster")?, device: None, stack: None })
 }
 
-fn read_stack_option(option: &str) -> Result<StackProfile, Error> {
+/// Reads the stack of an option.
+pub fn read_stack_option(option: &str) -> Result<StackProfile, Error> {
     if is_file(option) {
         return Ok(read_stack(&read_text(Path::new(option), INPUT_LIMIT)?, option)?);
     }

@@ -1,0 +1,195 @@
+//! A foreign configuration predicted as it is, and what the best plan of the same request would gain.
+
+use cost_models::machine::Machine;
+use hardware_profiles::device::MatmulFormat;
+use hardware_profiles::sourced::Sourced;
+use hardware_profiles::stack::ContextExchange;
+use ir::error::Problem;
+use ir::graph::ModelGraph;
+use ir::model::MAX_LAYER_RUNS;
+use ir::plan::Estimate;
+use ir::provenance::Provenance;
+
+use crate::error::Error;
+use crate::explain::no_plan;
+use crate::foreign::{Launch, Switches};
+use crate::lower::estimate;
+use crate::partition::LayerCounts;
+use crate::request::{FixedChoices, Request, check_request};
+use crate::search::{Scored, run_lengths, score_as_run, score_given_split, search};
+
+/// Gain of a switch, relative to the step, from which it is worth a sentence.
+const NOTABLE: f64 = 0.002;
+
+/// A layout with what it should cost.
+#[derive(Clone, Debug)]
+pub struct Predicted {
+    /// The layout with its stages.
+    pub scored: Scored,
+    /// What a step should cost.
+    pub estimate: Estimate,
+}
+
+/// A configuration's prediction beside the best plan.
+#[derive(Clone, Debug)]
+pub struct Score {
+    /// The configuration.
+    pub configuration: Predicted,
+    /// Whether it fits into the devices' memory.
+    pub fits: bool,
+    /// The best layout of the search's space, or why there is none.
+    pub best: Result<Predicted, Problem>,
+    /// What switches of the software would gain.
+    pub hints: Vec<String>,
+}
+
+/// The machine as a configuration uses it.
+///
+/// # Errors
+/// The device has no products in the format that the configuration asks for.
+pub fn machine_of(machine: &Machine, launch: &Launch, origin: &str) -> Result<Machine, Problem> {
+    let Switches { flash_attention, overlap_gradient_reduction, overlap_parameter_gather, matmul_format, .. } =
+        launch.switches;
+    let mut used = Machine { matmul_format, ..machine.clone() };
+    if machine.device.product_peak(matmul_format, launch.model.dtype).is_none() {
+        let format = match matmul_format {
+            MatmulFormat::Model => format!("{:?}", launch.model.dtype),
+            MatmulFormat::Fp8 => "fp8".to_owned(),
+            MatmulFormat::Fp4 => "4-bit".to_owned(),
+        };
+        let help = "choose another --cluster, or another format in the configuration";
+        return Err(Problem::new(format!("{} has no {format} products", machine.device.name), origin, help));
+    }
+    let stack = &mut used.stack;
+    if let Some(flash) = flash_attention {
+        stack.kernels.flash_attention = flash;
+    }
+    let off = |share: &Sourced<f64>| Sourced {
+        value: 0.0,
+        provenance: Provenance::Measured,
+        source: format!("switched off by the configuration; on: {}", share.source),
+    };
+    if overlap_gradient_reduction == Some(false) {
+        stack.overlap.gradient_reduction = off(&stack.overlap.gradient_reduction);
+    }
+    if overlap_parameter_gather == Some(false) {
+        stack.overlap.parameter_gather = off(&stack.overlap.parameter_gather);
+    }
+    match launch.switches.context_all_to_all {
+        Some(true) => stack.overlap.context = ContextExchange::AllToAll,
+        Some(false) => stack.overlap.context = ContextExchange::Ring,
+        None => {}
+    }
+    Ok(used)
+}
+
+/// What the stack does not offer of a configuration's layout.
+pub fn not_offered(request: &Request, launch: &Launch) -> Vec<String> {
+    let layout = &launch.layout;
+    let fixed = FixedChoices {
+        tensor_parallel: (layout.tensor_parallel > 1).then_some(layout.tensor_parallel),
+        pipeline_parallel: (layout.pipeline_parallel > 1).then_some(layout.pipeline_parallel),
+        zero_stage: Some(layout.zero_stage),
+        recompute: Some(layout.recompute),
+        schedule: Some(layout.schedule),
+        sequence_parallel: Some(layout.sequence_parallel),
+        ..FixedChoices::default()
+    };
+    match check_request(&Request { fixed, ..request.clone() }) {
+        Ok(()) => Vec::new(),
+        Err(error) => error.problems().iter().map(|problem| problem.what.clone()).collect(),
+    }
+}
+
+/// Predicts a configuration and searches the same request; `profile` is the machine with the stack's own switches.
+///
+/// # Errors
+/// The layers cannot be split as the layout says.
+pub fn score(request: &Request, graph: &ModelGraph, launch: &Launch, profile: &Machine) -> Result<Score, Error> {
+    let configuration = predict(request, graph, launch).ok_or_else(|| {
+        let what = format!("the layers cannot be split over {} stages", launch.layout.pipeline_parallel);
+        Problem::new(what, request.origin.clone(), "give a layout whose stages hold at least one layer")
+    })?;
+    let outcome = search(request, graph);
+    let best = outcome.best.first().map(|winner| priced(request, graph, winner.clone()));
+    let best = best.ok_or_else(|| no_plan(request, graph, &outcome).problems()[0].clone());
+    let fits = configuration.scored.fullest_stage().1 <= request.machine.usable_memory();
+    let hints = hints(request, graph, launch, profile, &configuration);
+    Ok(Score { configuration, fits, best, hints })
+}
+
+fn predict(request: &Request, graph: &ModelGraph, launch: &Launch) -> Option<Predicted> {
+    let layout = &launch.layout;
+    let scored = match launch.layers.as_slice() {
+        [] => score_as_run(request, graph, layout)?,
+        parts => {
+            let split = stages_of(run_lengths(request), parts, layout.pipeline_parallel);
+            score_given_split(request, graph, layout, &split)?
+        }
+    };
+    Some(priced(request, graph, scored))
+}
+
+fn priced(request: &Request, graph: &ModelGraph, scored: Scored) -> Predicted {
+    Predicted { estimate: estimate(request, graph, &scored), scored }
+}
+
+/// Layers of each run on each stage: part `i` in the model's order lies on stage `i` modulo the stages.
+fn stages_of(mut runs: LayerCounts, parts: &[u64], stages: u64) -> Vec<LayerCounts> {
+    let mut split = vec![[0; MAX_LAYER_RUNS]; stages as usize];
+    for (part, layers) in parts.iter().enumerate() {
+        let stage = &mut split[part % stages as usize];
+        let mut left = *layers;
+        for (count, run) in stage.iter_mut().zip(&mut runs) {
+            let taken = left.min(*run);
+            *count += taken;
+            *run -= taken;
+            left -= taken;
+        }
+    }
+    split
+}
+
+/// What switches that the configuration leaves off would gain with the same layout.
+fn hints(
+    request: &Request,
+    graph: &ModelGraph,
+    launch: &Launch,
+    profile: &Machine,
+    configuration: &Predicted,
+) -> Vec<String> {
+    let Switches { overlap_gradient_reduction, overlap_parameter_gather, .. } = launch.switches;
+    let off = |switch: Option<bool>| switch == Some(false);
+    if !off(overlap_gradient_reduction) && !off(overlap_parameter_gather) {
+        return Vec::new();
+    }
+    let mut machine = request.machine.clone();
+    machine.stack.overlap = profile.stack.overlap.clone();
+    let overlapping = Request { machine, ..request.clone() };
+    let Some(other) = predict(&overlapping, graph, launch) else { return Vec::new() };
+    let (now, then) = (configuration.estimate.step, other.estimate.step);
+    let gain = 1.0 - then.0 / now.0;
+    let sentence = format!(
+        "communication of the data axis is not overlapped: with it overlapped the same layout takes {then} ({:+.1} %)",
+        -gain * 100.0
+    );
+    if gain > NOTABLE { vec![sentence] } else { Vec::new() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_go_round_the_stages() {
+        let rows: [(LayerCounts, &[u64], u64, &[LayerCounts]); 4] = [
+            ([8, 0], &[3, 5], 2, &[[3, 0], [5, 0]]),
+            ([8, 0], &[2, 2, 2, 2], 2, &[[4, 0], [4, 0]]),
+            ([3, 5], &[2, 2, 2, 2], 2, &[[2, 2], [1, 3]]),
+            ([1, 6], &[1, 2, 3, 1], 4, &[[1, 0], [0, 2], [0, 3], [0, 1]]),
+        ];
+        for (runs, parts, stages, expected) in rows {
+            assert_eq!(stages_of(runs, parts, stages), expected, "{runs:?} in {parts:?}");
+        }
+    }
+}
