@@ -240,11 +240,10 @@ fn sharded_state_time(
     let covered = machine.stack.overlap.parameter_gather.value;
     let exposed = |communication: Seconds, pass: Seconds| exposed(communication, pass * covered, machine);
     // Each tensor has a collective of its own, from or into a buffer of which the rank's part is copied.
-    let part = |per_parameter: u64| machine.copy_time(Bytes(block.parameters * per_parameter / ranks));
-    let further = machine.further(block.tensors);
-    let [each_gather, each_scatter] = [bytes.weight, bytes.gradient].map(|bytes| waiting + further + part(bytes));
-    let forward = exposed(gather, passes[0]) + each_gather * gathers;
-    [forward, exposed(gather + scatter, passes[1]) + each_gather * gathers + each_scatter]
+    let part = |bytes: u64| machine.copy_time(Bytes(block.parameters * bytes / ranks));
+    let each = |bytes: u64| waiting + machine.further(block.tensors) + part(bytes);
+    let [gathering, scattering] = [each(bytes.weight) * gathers, each(bytes.gradient)];
+    [exposed(gather, passes[0]) + gathering, exposed(gather + scatter, passes[1]) + gathering + scattering]
 }
 
 /// What remains of communication that computation can cover for a time: the rest, and at least the part that
@@ -442,11 +441,10 @@ fn stage_tail(
     let held = HeldParameters { all: load.parameters, experts: load.expert_parameters };
     let time = |kind, per_parameter| held.collective_time(kind, per_parameter, strategy, machine);
     let covered = pass.backward * machine.stack.overlap.gradient_reduction.value;
-    let waiting = if strategy.data_parallel > 1 { machine.waiting() } else { [Seconds(0.0); 2] };
-    let tensors: u64 = blocks.parts(content).map(|(count, block)| count * block.tensors).sum();
-    let further = if strategy.data_parallel > 1 { machine.further(tensors) } else { Seconds(0.0) };
-    let exposed = |reduction: Seconds| waiting[1] + further + exposed(reduction, covered, machine);
-    let gather = || waiting[0] + further + time(CollectiveKind::AllGather, bytes.weight);
+    let further = machine.further(blocks.parts(content).map(|(count, block)| count * block.tensors).sum());
+    let waiting = if strategy.data_parallel > 1 { machine.waiting().map(|t| t + further) } else { [Seconds(0.0); 2] };
+    let exposed = |reduction: Seconds| waiting[1] + exposed(reduction, covered, machine);
+    let gather = || waiting[0] + time(CollectiveKind::AllGather, bytes.weight);
     let all_reduce = machine.stack.overlap.zero_one_all_reduces;
     let mut data = match strategy.zero_stage {
         ZeroStage::None => exposed(time(CollectiveKind::AllReduce, bytes.gradient)),
