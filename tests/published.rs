@@ -5,8 +5,9 @@
 use std::collections::BTreeMap;
 
 use hardware_profiles::run_names::run_names;
+use ir::error::Problem;
 use planner::validate::summary::{Errors, Summary, summarize};
-use planner::validate::table::{Measured, Row, read_table};
+use planner::validate::table::{Measured, Row, read_own_runs, read_table};
 use planner::validate::{Validated, validate};
 use proptest::test_runner::{Config, TestRunner};
 
@@ -57,6 +58,12 @@ const OTHER_NAMES: [(&str, u64); 14] = [
     ("Megatron-Core 23e00ed0 + TE 2.11", 2026),
     ("Megatron-Bridge / Megatron-Core + TE", 2026),
 ];
+
+/// Columns that name a run and say where it was published, or follow from others: no prediction reads them.
+const UNREAD: [&str; 7] =
+    ["id", "source", "source_locator", "params_b", "interconnect_intra", "tflops_convention", "notes"];
+/// Columns of measurements.
+const MEASURED_COLUMNS: usize = 5;
 
 fn table() -> String {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/published/runs.csv");
@@ -139,18 +146,59 @@ fn production_run_of_bloom_is_predicted_within_ten_percent() {
 
 #[test]
 fn what_was_measured_changes_no_prediction() {
-    let before = rows();
-    let mut after = before.clone();
-    let count = after.len();
-    for (index, row) in after.iter_mut().enumerate() {
-        let other = &before[(index * 7 + 3) % count];
-        row.id = other.id.clone();
-        row.source = other.source.clone();
-        row.measured = if index % 2 == 0 { Measured::default() } else { other.measured.clone() };
+    let text = table();
+    let mut reader = csv::Reader::from_reader(text.as_bytes());
+    let headers = reader.headers().expect("a header").clone();
+    let records: Vec<csv::StringRecord> = reader.records().map(|record| record.expect("a record")).collect();
+    let told = |header: &str| UNREAD.contains(&header) || header.starts_with("measured_");
+    assert_eq!(headers.iter().filter(|header| told(header)).count(), UNREAD.len() + MEASURED_COLUMNS);
+    let mut writer = csv::Writer::from_writer(Vec::new());
+    writer.write_record(&headers).expect("memory can be written to");
+    for (index, record) in records.iter().enumerate() {
+        let other = &records[(index * 7 + 3) % records.len()];
+        let cells = headers.iter().zip(record.iter().zip(other)).map(|(header, (own, other))| match told(header) {
+            true if index % 2 == 0 => "",
+            true => other,
+            false => own,
+        });
+        writer.write_record(cells).expect("memory can be written to");
     }
-    for (a, b) in validate(before).iter().zip(validate(after)) {
+    let after = String::from_utf8(writer.into_inner().expect("all is written")).expect("cells are text");
+    let after = read_table(&after, "runs.csv").expect("the table is well-formed");
+    assert!(after.iter().any(|row| row.measured == Measured::default()));
+    for (a, b) in validate(rows()).iter().zip(validate(after)) {
         assert_eq!(a.prediction, b.prediction, "{}", a.row.id);
     }
+}
+
+/// Bytes of any kind end in rows or in problems that name the table: never in a panic.
+#[test]
+fn damaged_tables_are_refused() {
+    let text = table();
+    let lines: Vec<&str> = text.lines().collect();
+    let pieces = ["", ",", "\"", "\n", "\r", "\0", "é", "id", "layers", "-1", "1e999", "18446744073709551616", ",,,,"];
+    let strategy = (1..lines.len(), proptest::collection::vec((0..2000_usize, 0..4_usize, 0..pieces.len()), 1..5));
+    let mut runner = TestRunner::new(Config { cases: 1000, ..Config::default() });
+    let outcome = runner.run(&strategy, |(line, edits)| {
+        let mut letters: Vec<char> = format!("{}\n{}\n", lines[0], lines[line]).chars().collect();
+        for (at, removed, piece) in edits {
+            let at = at % letters.len();
+            let end = (at + removed).min(letters.len());
+            letters.splice(at..end, pieces[piece].chars());
+        }
+        let damaged: String = letters.into_iter().collect();
+        for read in [read_table, read_own_runs] {
+            match read(&damaged, "my.csv") {
+                Ok(rows) => drop(validate(rows)),
+                Err(error) => {
+                    let named = |problem: &Problem| problem.location.starts_with("my.csv");
+                    proptest::prop_assert!(error.exit_code() == 2 && error.problems().iter().all(named), "{damaged}");
+                }
+            }
+        }
+        Ok(())
+    });
+    outcome.expect("no table is unhandled");
 }
 
 #[test]

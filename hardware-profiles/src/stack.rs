@@ -26,8 +26,25 @@ pub struct StackProfile {
     pub overhead: Overhead,
     /// Bytes that no formula of shapes gives.
     pub memory: MemoryBehaviour,
-    /// Half width of the 90 % interval of a predicted step, relative to the prediction.
+    /// Half width of the 90 % interval of a predicted step, relative to the prediction, for runs like those compared.
     pub relative_error_90: Sourced<f64>,
+    /// Runs that predictions were compared with; the error is stated for any run where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compared: Option<ComparedRuns>,
+}
+
+/// What runs had that predictions were compared with: a prediction of anything else is less sure.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ComparedRuns {
+    /// Devices.
+    pub devices: Vec<String>,
+    /// Software, as tables of runs name it.
+    pub frameworks: Vec<String>,
+    /// Number formats of matrix products, as tables of runs name them.
+    pub formats: Vec<String>,
+    /// Most GPUs.
+    pub most_gpus: u64,
 }
 
 /// Choices that the software offers.

@@ -7,24 +7,29 @@
 //! Each profile's constants are those with the least mean absolute log error over the runs that use
 //! the profile; repeats of a configuration count together as one run. `--write` puts the values and the number of
 //! runs behind them into the profile's file. `--folds` reports the errors on runs that the fit has not seen: five
-//! folds of configurations, and each source left out in turn.
+//! folds of configurations, and each source left out in turn; stacks' 90 % intervals follow from them, which `--write`
+//! puts into the files too.
 
 #![allow(clippy::print_stdout, reason = "this is a program that prints")]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error;
 use std::fs;
 use std::path::Path;
 
 use cost_models::machine::Machine;
 use planner::fitting::{self, Free, PULL};
+use planner::interval::{BLANK, format_name};
 use planner::validate::case::{Case, prepare};
 use planner::validate::predict;
 use planner::validate::summary::errors;
-use planner::validate::table::{Row, read_table};
+use planner::validate::table::{Row, Run, read_table};
 
 /// Folds of the cross-validation.
 const FOLDS: usize = 5;
+
+/// A source whose authors say that equal runs differ by 40 %: it tells no interval of a stack that has other runs.
+const NOISY: &str = "bigscience-workshop/bigscience (V100 gpt2)";
 
 /// A constant that runs decide.
 struct Constant {
@@ -154,6 +159,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         true => GROUPS.iter().map(|group| group.to_vec()).collect(),
         false => vec![named],
     };
+    let (mut folds, mut left_out) = (Vec::new(), Vec::new());
     for group in groups {
         let chosen: Vec<usize> =
             (0..samples.len()).filter(|index| group.iter().any(|name| uses(&samples[*index], name))).collect();
@@ -169,7 +175,15 @@ fn main() -> Result<(), Box<dyn Error>> {
             write(&constants, &values, &samples)?;
         }
         if flag("--folds") {
-            report_folds(&samples, &chosen, &constants);
+            let (of_group, of_sources) = report_folds(&samples, &chosen, &constants);
+            folds.extend(of_group);
+            left_out.extend(of_sources);
+        }
+    }
+    if flag("--folds") {
+        let widths = report_intervals(&samples, &folds, &left_out);
+        if flag("--write") {
+            widths.iter().try_for_each(|width| write_interval(&samples, width))?;
         }
     }
     Ok(())
@@ -254,55 +268,187 @@ fn fit(samples: &mut [Sample], chosen: &[usize], constants: &[Scoped]) -> Vec<f6
     let free = |scoped: &Scoped| Free { prior: own(scoped), range: scoped.constant.range, pull: PULL };
     let free: Vec<Free> = constants.iter().map(free).collect();
     let weights: Vec<f64> = chosen.iter().map(|index| samples[*index].weight).collect();
-    let place = |samples: &mut [Sample], values: &[f64]| {
-        constants.iter().zip(values).for_each(|(scoped, value)| set(samples, chosen, scoped, *value));
-    };
+    // Runs that use none of the profiles that changed since the last call have the same errors as then.
+    let mut last: Option<(Vec<f64>, Vec<f64>)> = None;
     let values = fitting::fit(&free, &weights, |values| {
-        place(samples, values);
-        chosen.iter().map(|index| log_error(&samples[*index])).collect()
+        let differs = |place: usize| last.as_ref().is_none_or(|(last, _)| last[place] != values[place]);
+        let changed: Vec<usize> = (0..values.len()).filter(|place| differs(*place)).collect();
+        changed.iter().for_each(|place| set(samples, chosen, &constants[*place], values[*place]));
+        let touched = |sample: &Sample| changed.iter().any(|place| uses(sample, constants[*place].profile));
+        let error = |(row, index): (usize, &usize)| match &last {
+            Some((_, errors)) if !touched(&samples[*index]) => errors[row],
+            _ => log_error(&samples[*index]),
+        };
+        let errors: Vec<f64> = chosen.iter().enumerate().map(error).collect();
+        last = Some((values.to_vec(), errors.clone()));
+        errors
     });
-    place(samples, &values);
+    constants.iter().zip(&values).for_each(|(scoped, value)| set(samples, chosen, scoped, *value));
     values
 }
 
-/// Errors on runs that the fit has not seen.
-fn report_folds(samples: &[Sample], chosen: &[usize], constants: &[Scoped]) {
-    let mut configurations: Vec<String> = chosen.iter().map(|index| samples[*index].row.run.configuration()).collect();
+/// A run that a fit has not seen.
+struct Unseen {
+    index: usize,
+    fold: usize,
+    /// The logarithm of predicted over measured.
+    log_error: f64,
+}
+
+/// Errors on runs that the fit has not seen: of five folds of configurations, and of sources left out in turn.
+fn report_folds(samples: &[Sample], chosen: &[usize], constants: &[Scoped]) -> (Vec<Unseen>, Vec<Unseen>) {
+    // Successive releases repeat a configuration, so that its year does not make it another.
+    let configuration = |index: usize| Run { year: None, ..samples[index].row.run.clone() }.configuration();
+    let mut configurations: Vec<String> = chosen.iter().map(|index| configuration(*index)).collect();
     configurations.sort();
     configurations.dedup();
-    let fold_of = |index: usize| {
-        configurations.binary_search(&samples[index].row.run.configuration()).map_or(0, |place| place % FOLDS)
-    };
-    let mut unseen = Vec::new();
+    let fold_of = |index: usize| configurations.binary_search(&configuration(index)).map_or(0, |place| place % FOLDS);
+    let mut folds = Vec::new();
     for fold in 0..FOLDS {
-        unseen.extend(held_out(samples, chosen, constants, |index| fold_of(index) == fold));
+        folds.extend(held_out(samples, chosen, constants, fold, |index| fold_of(index) == fold));
     }
-    println!("  five folds: {}", describe(unseen));
+    println!("  five folds: {}", describe(&folds));
     let mut sources: Vec<&str> = chosen.iter().map(|index| &*samples[*index].row.source).collect();
     sources.sort_unstable();
     sources.dedup();
-    if sources.len() > 1 {
-        for source in sources {
-            let unseen = held_out(samples, chosen, constants, |index| samples[index].row.source == source);
-            println!("  without {source}: {}", describe(unseen));
-        }
+    let mut left_out = Vec::new();
+    for (fold, source) in sources.iter().enumerate().filter(|_| sources.len() > 1) {
+        let unseen = held_out(samples, chosen, constants, fold, |index| samples[index].row.source == *source);
+        println!("  without {source}: {}", describe(&unseen));
+        left_out.extend(unseen);
     }
+    (folds, left_out)
 }
 
-fn held_out(samples: &[Sample], chosen: &[usize], constants: &[Scoped], held: impl Fn(usize) -> bool) -> Vec<f64> {
+fn held_out(
+    samples: &[Sample],
+    chosen: &[usize],
+    constants: &[Scoped],
+    fold: usize,
+    held: impl Fn(usize) -> bool,
+) -> Vec<Unseen> {
     let mut samples = samples.to_vec();
     let (out, seen): (Vec<usize>, Vec<usize>) = chosen.iter().partition(|index| held(**index));
     let values = fit(&mut samples, &seen, constants);
     for (constant, value) in constants.iter().zip(values) {
         set(&mut samples, &out, constant, value);
     }
-    out.iter().map(|index| log_error(&samples[*index]).exp() - 1.0).collect()
+    out.into_iter().map(|index| Unseen { index, fold, log_error: log_error(&samples[index]) }).collect()
 }
 
-fn describe(unseen: Vec<f64>) -> String {
-    let Some(errors) = errors(unseen.into_iter()) else { return "no runs".to_owned() };
+fn describe(unseen: &[Unseen]) -> String {
+    let found = errors(unseen.iter().map(|unseen| unseen.log_error.exp() - 1.0));
+    let Some(errors) = found else { return "no runs".to_owned() };
     let [mean, median] = [errors.mean_absolute, errors.median_absolute].map(|error| error * 100.0);
     format!("{} runs, mean error {mean:.2} %, median {median:.2} %", errors.count)
+}
+
+/// Half width of a stack's 90 % interval.
+struct Width<'a> {
+    stack: &'a str,
+    value: f64,
+    runs: usize,
+}
+
+/// What 90 % of unseen runs do not exceed, by stack; how blank cells and unseen sources widen it; and how many of each
+/// fold's runs lie within the widths of the other folds.
+fn report_intervals<'a>(samples: &'a [Sample], folds: &[Unseen], left_out: &[Unseen]) -> Vec<Width<'a>> {
+    let stack = |unseen: &Unseen| samples[unseen.index].case.request.machine.stack.name.as_str();
+    let open = |unseen: &&Unseen| samples[unseen.index].case.open;
+    let deviation = |unseen: &Unseen| ((-unseen.log_error).exp() - 1.0).abs();
+    let mut counted = BTreeSet::new();
+    let folds: Vec<&Unseen> =
+        folds.iter().filter(|unseen| tells(samples, unseen.index) && counted.insert(unseen.index)).collect();
+    let left_out = || left_out.iter().filter(|unseen| samples[unseen.index].row.source != NOISY);
+    let narrowed = |unseen: &Unseen| deviation(unseen) / if open(&unseen) { BLANK } else { 1.0 };
+    let width = |name: &str, without: Option<usize>| {
+        let of_stack = folds.iter().filter(|unseen| stack(unseen) == name && Some(unseen.fold) != without);
+        ninetieth(of_stack.map(narrowed).collect())
+    };
+    let mut names: Vec<&str> =
+        folds.iter().map(|unseen| samples[unseen.index].case.request.machine.stack.name.as_str()).collect();
+    names.sort_unstable();
+    names.dedup();
+    let mut widths = Vec::new();
+    for name in names {
+        let runs = folds.iter().filter(|unseen| stack(unseen) == name).count();
+        let Some(value) = width(name, None) else { continue };
+        println!("{name}: 90 % of {runs} unseen runs within {:.1} %", value * 100.0);
+        widths.push(Width { stack: name, value, runs });
+    }
+    let known = |unseen: &&Unseen| widths.iter().find(|width| width.stack == stack(unseen)).map(|width| width.value);
+    let in_widths = |unseen: &Unseen, of: f64| deviation(unseen) / of;
+    let ratio = |all: Vec<f64>| ninetieth(all).unwrap_or(f64::NAN);
+    let blank = |is: bool| {
+        let some = folds.iter().filter(|unseen| open(unseen) == is);
+        ratio(some.filter_map(|unseen| Some(in_widths(unseen, known(&unseen)?))).collect())
+    };
+    println!(
+        "blank cells: {:.2} widths, others {:.2}: ratio {:.2}",
+        blank(true),
+        blank(false),
+        blank(true) / blank(false)
+    );
+    let widths_of_left_out = left_out().filter_map(|unseen| Some(narrowed(unseen) / known(&unseen)?)).collect();
+    println!("unseen sources: {:.2} widths", ratio(widths_of_left_out));
+    println!("any unseen source: 90 % within {:.1} %", ratio(left_out().map(narrowed).collect()) * 100.0);
+    let covered = folds
+        .iter()
+        .filter(|unseen| width(stack(unseen), Some(unseen.fold)).is_none_or(|width| narrowed(unseen) <= width));
+    println!(
+        "{:.1} % of {} runs within the widths of the other folds",
+        covered.count() as f64 / folds.len() as f64 * 100.0,
+        folds.len()
+    );
+    widths
+}
+
+/// Whether a run tells how far steps are from the predictions of its stack.
+fn tells(samples: &[Sample], index: usize) -> bool {
+    let stack = |sample: &Sample| sample.case.request.machine.stack.name.clone();
+    let others = || samples.iter().any(|other| other.row.source != NOISY && stack(other) == stack(&samples[index]));
+    samples[index].row.source != NOISY || !others()
+}
+
+/// The least number that is not exceeded by 90 % of what else may come (arXiv 1604.04173, section 2.2); `None` where
+/// there are too few.
+fn ninetieth(mut all: Vec<f64>) -> Option<f64> {
+    all.sort_by(f64::total_cmp);
+    let rank = (0.9 * (all.len() + 1) as f64).ceil() as usize;
+    all.get(rank.checked_sub(1)?).copied()
+}
+
+/// Puts the width of an interval into the stack's file, with what the runs behind it had.
+fn write_interval(samples: &[Sample], width: &Width) -> Result<(), Box<dyn Error>> {
+    let of_stack = || {
+        let all = (0..samples.len()).filter(|index| tells(samples, *index)).map(|index| &samples[index]);
+        all.filter(|sample| sample.case.request.machine.stack.name == width.stack)
+    };
+    let list = |name: fn(&Sample) -> &str| {
+        let mut names: Vec<String> = of_stack().map(|sample| format!("\"{}\"", name(sample))).collect();
+        names.sort();
+        names.dedup();
+        names.join(", ")
+    };
+    let format: fn(&Sample) -> &str = |sample| {
+        let request = &sample.case.request;
+        format_name(request.machine.matmul_format, request.model.dtype)
+    };
+    let entry = format!(
+        "  relative_error_90: Fitted({:.3}, \"90 % of {} runs of tests/published/runs.csv, held out of a fit in folds of \
+         configurations; planner/examples/fit.rs --folds\"),\n  compared: (\n    devices: [{}],\n    frameworks: [{}],\n    \
+         formats: [{}],\n    most_gpus: {},\n  ),\n)\n",
+        width.value,
+        width.runs,
+        list(|sample| &sample.case.request.machine.device.name),
+        list(|sample| &sample.case.framework),
+        list(format),
+        of_stack().map(|sample| sample.case.request.gpus).max().unwrap_or(0),
+    );
+    let path = Path::new("hardware-profiles/stacks").join(format!("{}.ron", width.stack));
+    let text = fs::read_to_string(&path)?;
+    let begin = text.find("  relative_error_90: ").ok_or("the stack states no error")?;
+    Ok(fs::write(&path, format!("{}{entry}", &text[..begin]))?)
 }
 
 /// Puts values into the profiles' files: `field: Origin(VALUE, "source")` keeps its field and gets a new rest.

@@ -8,12 +8,15 @@ pub mod runs;
 
 use cost_models::machine::Machine;
 use hardware_profiles::device::MatmulFormat;
+use hardware_profiles::stack::ComparedRuns;
 use hardware_profiles::{ClusterFile, ClusterProfile, DeviceProfile, Sourced, StackProfile};
 use ir::error::Problem;
 use ir::provenance::Provenance;
 
 use crate::error::Error;
 use crate::fitting::{self, Free};
+use crate::interval::format_name;
+use crate::request::Request;
 use crate::validate::table::Row;
 use crate::validate::{Prediction, predict};
 use constants::{Constant, MEMORY, TIME, told_by};
@@ -129,6 +132,7 @@ pub fn calibrate(rows: Vec<Row>, origin: &str, subject: &Subject, name: &str) ->
     let most = MOST_CONSTANTS - memory.constants.len();
     let time = fit_quantity(&mut machine, &runs, Quantity::Time, most, origin);
     state_error(&mut machine.stack, &time.compared, origin);
+    widen_compared(&mut machine.stack, &runs);
     let compared = runs.iter().zip(time.compared).zip(memory.compared);
     let residual = |((run, step), memory): ((&OwnRun, _), _)| Residual { id: run.row.id.clone(), step, memory };
     Ok(Calibration {
@@ -287,6 +291,22 @@ fn state_error(stack: &mut StackProfile, compared: &[Option<Compared>], origin: 
             squares.len()
         ),
     };
+}
+
+/// Adds the runs to what the stack was compared with.
+fn widen_compared(stack: &mut StackProfile, runs: &[OwnRun]) {
+    let empty = || ComparedRuns { devices: Vec::new(), frameworks: Vec::new(), formats: Vec::new(), most_gpus: 0 };
+    let compared = stack.compared.get_or_insert_with(empty);
+    for run in runs {
+        let Request { machine, model, gpus, .. } = &run.case.request;
+        let format = format_name(machine.matmul_format, model.dtype);
+        compared.most_gpus = compared.most_gpus.max(*gpus);
+        for (names, name) in [(&mut compared.devices, &*machine.device.name), (&mut compared.formats, format)] {
+            if !names.iter().any(|known| known == name) {
+                names.push(name.to_owned());
+            }
+        }
+    }
 }
 
 fn file_of(machine: Machine, name: &str) -> ClusterFile {

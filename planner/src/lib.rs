@@ -12,6 +12,7 @@ pub mod explain;
 pub mod fitting;
 pub mod foreign;
 pub mod huggingface;
+pub mod interval;
 pub mod limits;
 pub mod lower;
 pub mod objective;

@@ -17,6 +17,7 @@ use ir::text::content_hash;
 use ir::units::Bytes;
 
 use crate::compile::{compile, not_executable};
+use crate::interval::{Circumstances, interval};
 use crate::request::Request;
 use crate::search::{Outcome, Scored, scenario};
 
@@ -68,11 +69,12 @@ pub fn estimate(request: &Request, graph: &ModelGraph, scored: &Scored) -> Estim
     let gpu_seconds = step.0 * request.gpus as f64;
     let peak = machine.peak_rate(request.model.dtype).0;
     let (fullest, device_memory) = scored.fullest_stage();
-    let width = machine.stack.relative_error_90.value;
+    let dtype = request.model.dtype;
+    let circumstances = Circumstances { machine, dtype, gpus: request.gpus, framework: None, open: false };
     let parameters = count_parameters(&request.model);
     Estimate {
         step,
-        interval: (step * (1.0 - width), step * (1.0 + width)),
+        interval: interval(step, circumstances),
         terms: with_provenance(scenario, strategy, &scored.prediction.terms),
         tokens_per_second_per_gpu: tokens / gpu_seconds,
         model_flops: flops.model,

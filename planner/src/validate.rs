@@ -12,6 +12,8 @@ use ir::plan::TimeTerm;
 use ir::strategy::Strategy;
 use ir::units::{Bytes, Seconds};
 
+use crate::interval::{Circumstances, interval};
+use crate::request::Request;
 use crate::search::{Scored, score_as_run};
 use case::{Case, prepare};
 use table::Row;
@@ -19,11 +21,6 @@ use table::Row;
 /// How far predicted memory may exceed the device's for a layout to count as possible: the run took place, so that
 /// an unstated choice is the fastest that is not clearly impossible.
 const DOUBT: f64 = 1.6;
-
-/// By how much an interval is wider where cells that decide time are blank.
-const WIDENING: f64 = 1.25;
-/// Widest half interval, relative to the prediction.
-const MOST_WIDTH: f64 = 0.9;
 
 /// What a run should take.
 #[derive(Clone, Debug, PartialEq)]
@@ -80,11 +77,9 @@ pub fn predict(case: &Case) -> Result<Prediction, String> {
     let leanest = || scored.iter().min_by_key(|scored| scored.fullest_stage().1);
     let Some(chosen) = fastest.or_else(leanest) else { return Err("its layers cannot be split so".to_owned()) };
     let step = chosen.prediction.step;
-    let stated = case.request.machine.stack.relative_error_90.value;
-    let width = (stated * if case.open { WIDENING } else { 1.0 }).min(MOST_WIDTH);
     Ok(Prediction {
         step,
-        interval: (step * (1.0 - width), step * (1.0 + width)),
+        interval: interval(step, circumstances(case)),
         device_memory: chosen.fullest_stage().1,
         allocator_peak: chosen.memory.iter().map(StageMemory::allocator_peak).max().unwrap_or(Bytes(0)),
         fits: fits(chosen),
@@ -92,4 +87,11 @@ pub fn predict(case: &Case) -> Result<Prediction, String> {
         strategy: chosen.strategy.clone(),
         terms: chosen.prediction.terms.clone(),
     })
+}
+
+/// What a case's interval depends on.
+pub fn circumstances(case: &Case) -> Circumstances<'_> {
+    let Request { machine, model, gpus, .. } = &case.request;
+    let framework = Some(case.framework.as_str()).filter(|name| !name.is_empty());
+    Circumstances { machine, dtype: model.dtype, gpus: *gpus, framework, open: case.open }
 }

@@ -38,6 +38,8 @@ pub struct Case {
     pub layouts: Vec<Strategy>,
     /// Whether cells that decide time were blank.
     pub open: bool,
+    /// Name of the software as the row has it.
+    pub framework: String,
 }
 
 /// Prepares a run.
@@ -76,7 +78,7 @@ pub fn prepare_on(run: &Run, machine: Machine) -> Result<Case, String> {
         executable_only: false,
     };
     let open = layouts.len() > 1;
-    Ok(Case { request, graph, layouts, open })
+    Ok(Case { request, graph, layouts, open, framework: run.framework.clone() })
 }
 
 fn needed(cell: Option<u64>, column: &str) -> Result<u64, String> {
