@@ -363,7 +363,7 @@ fn report_intervals<'a>(samples: &'a [Sample], folds: &[Unseen], left_out: &[Uns
     let narrowed = |unseen: &Unseen| deviation(unseen) / if open(&unseen) { BLANK } else { 1.0 };
     let width = |name: &str, without: Option<usize>| {
         let of_stack = folds.iter().filter(|unseen| stack(unseen) == name && Some(unseen.fold) != without);
-        ninetieth(of_stack.map(narrowed).collect())
+        ninetieth(of_stack.map(|unseen| narrowed(unseen)).collect())
     };
     let mut names: Vec<&str> =
         folds.iter().map(|unseen| samples[unseen.index].case.request.machine.stack.name.as_str()).collect();
@@ -381,7 +381,7 @@ fn report_intervals<'a>(samples: &'a [Sample], folds: &[Unseen], left_out: &[Uns
     let ratio = |all: Vec<f64>| ninetieth(all).unwrap_or(f64::NAN);
     let blank = |is: bool| {
         let some = folds.iter().filter(|unseen| open(unseen) == is);
-        ratio(some.filter_map(|unseen| Some(in_widths(unseen, known(&unseen)?))).collect())
+        ratio(some.filter_map(|unseen| Some(in_widths(unseen, known(unseen)?))).collect())
     };
     println!(
         "blank cells: {:.2} widths, others {:.2}: ratio {:.2}",

@@ -8,10 +8,10 @@ use ir::units::Seconds;
 
 /// By how much an interval is wider where cells that decide time are blank: the 90th percentile of the errors of such
 /// runs over that of the others, which `planner/examples/fit.rs --folds` shows.
-pub const BLANK: f64 = 1.06;
+pub const BLANK: f64 = 1.05;
 /// By how much an interval is wider outside what was compared: the 90th percentile of the errors of whole sources that
 /// were left out of a fit, in widths of their stacks, which `planner/examples/fit.rs --folds` shows.
-pub const OUTSIDE: f64 = 3.2;
+pub const OUTSIDE: f64 = 3.0;
 /// Widest half interval, relative to the prediction.
 const MOST_WIDTH: f64 = 0.9;
 
