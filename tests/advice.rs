@@ -211,7 +211,27 @@ fn rest(fixed: &str) -> String {
 }
 
 #[test]
+fn a_width_off_a_multiple_is_named_with_a_near_one() {
+    let odd = edited(
+        BLOOM,
+        &[
+            ("intermediate_size: 57344", "intermediate_size: 57348"),
+            ("published_parameters", "// published_parameters"),
+        ],
+    );
+    let options = format!("{SEARCH} --gpus 384 --tensor-parallel 4");
+    let value = json(folder(&odd, CLUSTER).path(), &options);
+    let first = &value["why"]["shapes"][0];
+    assert_eq!(first["field"], "intermediate_size");
+    assert_eq!(first["reason"], "57348 / tensor 4 is 14337, not a multiple of 8");
+    let to = number(first, "/to");
+    assert!((to / 57348.0 - 1.0).abs() < 0.125 && to % (4.0 * 64.0) == 0.0 && number(first, "/gain") > 0.1, "{first}");
+}
+
+#[test]
 fn a_model_of_good_shapes_gets_no_advice_on_them() {
-    let value = json(folder(BLOOM, CLUSTER).path(), &format!("{SEARCH} --gpus 384"));
-    assert_eq!(value["why"]["shapes"], serde_json::json!([]));
+    for options in ["--gpus 384", "--gpus 384 --tensor-parallel 8", "--gpus 64 --recompute full"] {
+        let value = json(folder(BLOOM, CLUSTER).path(), &format!("{SEARCH} {options}"));
+        assert_eq!(value["why"]["shapes"], serde_json::json!([]), "{options}");
+    }
 }

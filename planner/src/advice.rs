@@ -260,12 +260,12 @@ fn more_gpus_sentence(more: &MoreGpus) -> String {
 }
 
 fn shape_sentence(shape: &ShapeAdvice) -> String {
-    let reason = shape.reason.as_ref().map(|reason| format!(" ({reason})")).unwrap_or_default();
     format!(
-        "{} {} instead of {}{reason}: {:+.1} % time for the same work",
+        "{} {} instead of {} ({}): {:+.1} % time for the same work",
         shape.field,
         shape.to,
         shape.from,
+        shape.reason,
         -shape.gain * 100.0
     )
 }

@@ -16,8 +16,12 @@ use crate::watch::Watch;
 const MULTIPLES: [u64; 2] = [64, 128];
 /// Rows of a tile of a product, to which vocabularies are padded (`--make-vocab-size-divisible-by` of Megatron-LM).
 const TILE: u64 = 128;
-/// Multiples of elements that kernels load at once and compute at once, the stricter demand last.
-const ALIGNMENTS: [u64; 2] = [8, 64];
+/// Multiples of elements that kernels load at once, compute at once, and give a tile, the stricter demand last.
+const ALIGNMENTS: [u64; 3] = [8, 64, TILE];
+/// Multiples that attention kernels demand of a head's width.
+const HEAD_ALIGNMENTS: [u64; 2] = [8, 64];
+/// Farthest change of a width, as one over its share: farther ones make another model.
+const NEAR: u64 = 8;
 /// Widths of heads that attention kernels are written for.
 const HEAD_WIDTHS: [u64; 6] = [64, 80, 96, 128, 192, 256];
 /// Gain from which a size is worth mentioning.
@@ -35,8 +39,8 @@ pub struct ShapeAdvice {
     /// Share of the time for equal work that goes away: a step's for heads and vocabulary rows, which add no work, a
     /// FLOP's for widths.
     pub gain: f64,
-    /// What is wrong with the present value, where it is off a multiple that kernels like.
-    pub reason: Option<String>,
+    /// The multiple that the present value is off.
+    pub reason: String,
 }
 
 /// A changed model.
@@ -66,7 +70,7 @@ pub fn shape_advice(request: &Request, graph: &ModelGraph, winner: &Scored, watc
         let gains = candidates.into_iter().filter_map(|candidate| Some((gain(&candidate)?, candidate)));
         let (gain, Candidate { field, from, to, .. }) =
             gains.max_by(|a, b| a.0.total_cmp(&b.0).then(b.1.to.cmp(&a.1.to)))?;
-        let reason = reason(model, field, from, split);
+        let reason = reason(model, field, from, split)?;
         (gain > WORTH).then_some(ShapeAdvice { field, from, to, gain, reason })
     };
     let mut advice: Vec<ShapeAdvice> = fields.into_iter().filter_map(best_of).collect();
@@ -93,9 +97,12 @@ fn neighbours(size: u64, unit: u64) -> [u64; 2] {
     [size.saturating_sub(1) / unit * unit, (size / unit + 1) * unit]
 }
 
-/// The nearest sizes whose parts on `split` ranks are multiples that products like.
+/// The nearest sizes whose parts on `split` ranks are multiples that products like, if the size's own are none.
 fn near_multiples(size: u64, split: u64) -> impl Iterator<Item = u64> {
-    MULTIPLES.into_iter().flat_map(move |multiple| neighbours(size, multiple * split)).filter(|near| *near > 0)
+    let off = !size.is_multiple_of(TILE * split);
+    let multiples = MULTIPLES.into_iter().filter(move |_| off);
+    let near = move |other: &u64| other.abs_diff(size) <= size / NEAR;
+    multiples.flat_map(move |multiple| neighbours(size, multiple * split)).filter(near)
 }
 
 /// What padded rows of the vocabulary would give, where they are no multiple of a tile.
@@ -112,13 +119,13 @@ fn padded_vocabulary(request: &Request, winner: &Scored, watch: &Watch) -> Optio
     let padded = Request { model, top: 1, ..request.clone() };
     let best = search_watched(&padded, &graph, &watch.of_a_step()).best.into_iter().next()?;
     let gain = 1.0 - best.prediction.step.0 / winner.prediction.step.0;
-    let reason = off_multiple(from).map(|multiple| format!("{from} rows are not a multiple of {multiple}"));
+    let reason = format!("{from} rows are not a multiple of {}", off_multiple(from, &ALIGNMENTS)?);
     (gain > WORTH && !watch.stopped()).then_some(ShapeAdvice { field: "vocabulary.padded", from, to, gain, reason })
 }
 
-/// The least multiple that kernels like and a size is off.
-fn off_multiple(size: u64) -> Option<u64> {
-    ALIGNMENTS.into_iter().find(|multiple| !size.is_multiple_of(*multiple))
+/// The first of some multiples that a size is off.
+fn off_multiple(size: u64, multiples: &[u64]) -> Option<u64> {
+    multiples.iter().copied().find(|multiple| !size.is_multiple_of(*multiple))
 }
 
 /// What is wrong with a size.
@@ -126,10 +133,11 @@ fn reason(model: &ModelSpec, field: &str, size: u64, split: u64) -> Option<Strin
     if field == HEADS {
         let Attention::MultiHead { head_dim, .. } = model.attention else { return None };
         let width = head_dim.unwrap_or(model.hidden_size / size);
-        return off_multiple(width).map(|multiple| format!("heads of width {width}, not a multiple of {multiple}"));
+        return off_multiple(width, &HEAD_ALIGNMENTS)
+            .map(|multiple| format!("heads of width {width}, not a multiple of {multiple}"));
     }
     let local = size / split;
-    off_multiple(local).map(|multiple| match split {
+    off_multiple(local, &ALIGNMENTS).map(|multiple| match split {
         1 => format!("{size} is not a multiple of {multiple}"),
         _ => format!("{size} / tensor {split} is {local}, not a multiple of {multiple}"),
     })
@@ -140,9 +148,15 @@ fn heads(model: &ModelSpec) -> Vec<Candidate> {
     let Attention::MultiHead { num_attention_heads: from, num_key_value_heads, head_dim } = model.attention else {
         return Vec::new();
     };
-    let total = from * head_dim.unwrap_or(model.hidden_size / from);
+    let width = head_dim.unwrap_or(model.hidden_size / from);
+    if off_multiple(width, &HEAD_ALIGNMENTS).is_none() {
+        return Vec::new();
+    }
+    let total = from * width;
     let whole = HEAD_WIDTHS.into_iter().filter(|width| total.is_multiple_of(*width));
-    let changed = whole.map(|width| (width, total / width)).filter(|(_, to)| *to != from);
+    let changed = whole
+        .map(|width| (width, total / width))
+        .filter(|(_, to)| (from / 2 + 1..2 * from).contains(to) && *to != from);
     let candidates = changed.filter_map(|(width, to)| {
         // As many queries for each key and value as before.
         let scaled = |count: u64| (count * to).is_multiple_of(from).then(|| count * to / from);
