@@ -9,8 +9,9 @@ use ir::model::ModelSpec;
 use ir::plan::TimeTerm;
 use ir::strategy::{Recompute, Strategy, ZeroStage};
 use ir::units::BatchSize;
+use planner::partition::StageShare;
 use planner::request::FixedChoices;
-use planner::search::{Scored, score_layout};
+use planner::search::{Scored, score_given_split, score_layout};
 use support::{example, layout, machine, request};
 
 /// The production layout of BLOOM with some numbers changed.
@@ -134,7 +135,7 @@ fn the_split_found_is_no_slower_than_the_production_split() {
     let machine = machine("jean-zay-a100-80gb", "megatron-deepspeed-2022", 8);
     let request = request(model, machine, 384, FixedChoices::default());
     let graph = build_graph(&request.model);
-    let given = planner::search::score_given_split(&request, &graph, &scored.strategy, &production.map(|n| [n, 0]))
+    let given = score_given_split(&request, &graph, &scored.strategy, &production.map(|n| StageShare::from([n, 0])))
         .expect("the layout splits the model");
     println!("found {}, production split {}", scored.prediction.step, given.prediction.step);
     assert!(scored.prediction.step.0 <= given.prediction.step.0 * (1.0 + 1e-12));

@@ -4,11 +4,14 @@
 //! dims the tensor axis splits says what is reduced, and which neighbours one kernel computes together
 //! says what passes through memory.
 
+mod products;
+mod weight_inputs;
+
 use std::collections::BTreeMap;
 
-use hardware_profiles::device::{MatmulFormat, OperatorClass};
+use hardware_profiles::device::OperatorClass;
 use hardware_profiles::stack::ContextExchange;
-use ir::graph::{Block, BlockRole, Dim, DimName, Extents, Fusion, OperatorKind};
+use ir::graph::{Block, BlockRole, DimName, Extents, Fusion, OperatorKind};
 use ir::model::DType;
 use ir::sharding::TensorSplit;
 use ir::units::{Bytes, BytesPerSecond, Seconds};
@@ -18,7 +21,8 @@ use petgraph::{Direction, unionfind::UnionFind};
 
 use crate::collective::{CollectiveKind, Placement, collective_time, copies_across, exchange_time};
 use crate::machine::Machine;
-use crate::matmul::{MatmulShape, matmul_time};
+use products::{product_times, products};
+use weight_inputs::weight_inputs;
 
 /// Flash attention's backward does 2.5 times the forward's FLOPs: five products to two (Dao,
 /// arXiv 2307.08691, section 4.1).
@@ -33,6 +37,8 @@ pub struct BlockCost {
     pub forward: Seconds,
     /// Computation of the backward pass, without recomputation.
     pub backward: Seconds,
+    /// The part of `backward` that multiplies for gradients of weights, which nothing else waits for.
+    pub weight_gradients: Seconds,
     /// The part of `forward` that is the attention core.
     pub attention_core: Seconds,
     /// Tensor-axis collectives of the forward pass.
@@ -53,6 +59,8 @@ pub struct BlockCost {
     pub kept: Bytes,
     /// The part of `kept` that recomputing the attention core avoids.
     pub kept_by_core: Bytes,
+    /// Operands of the products for gradients of weights: kept inputs and gradients of results.
+    pub weight_inputs: Bytes,
     /// The tensor that enters the block.
     pub input: Bytes,
     /// Largest set of temporary tensors that one operator's backward needs beside those kept.
@@ -131,9 +139,12 @@ fn add_computation(block: &Block, case: BlockCase, repeated: &[bool], cost: &mut
         if flash && product.attention_core {
             continue;
         }
-        let [forward, backward] = product_times(&product, case);
+        let [forward, input_gradient, weight_gradient] = product_times(&product, case);
         cost.forward += forward;
-        cost.backward += backward;
+        cost.backward += input_gradient + weight_gradient;
+        if product.weights {
+            cost.weight_gradients += weight_gradient;
+        }
         cost.forward_kernels += 1;
         cost.backward_kernels += 2;
         if product.attention_core {
@@ -187,86 +198,6 @@ fn flash_attention_time(block: &Block, case: BlockCase) -> Seconds {
     let speed = case.machine.stack.kernels.attention_speed.as_ref().map_or(1.0, |speed| speed.value);
     let rate = case.machine.peak_rate(case.dtype).0 * case.machine.device.flash_attention_efficiency.value * speed;
     Seconds(flops * CAUSAL_SHARE / rate).max(case.machine.stack.kernels.launch_floor.value)
-}
-
-fn product_times(product: &Product, case: BlockCase) -> [Seconds; 2] {
-    let time = |shape| matmul_time(shape, product.format, case.dtype, case.machine);
-    let shape = product.shape;
-    let experts = case.machine.stack.kernels.experts.as_ref().filter(|_| product.grouped);
-    let slower = experts.map_or(1.0, |experts| 1.0 / experts.grouped_speed.value);
-    let times = [time(shape) * slower, (time(shape.left_gradient()) + time(shape.right_gradient())) * slower];
-    let low = case.machine.stack.kernels.low_precision.as_ref().filter(|_| product.format != MatmulFormat::Model);
-    let Some(low) = low else { return times };
-    let conversion = |elements: f64| {
-        Seconds(shape.batch * elements * low.conversion_bytes.value / case.machine.streaming_bandwidth().0)
-    };
-    [times[0] + conversion(shape.m * shape.k + shape.k * shape.n), times[1] + conversion(shape.m * shape.n)]
-}
-
-struct Product {
-    /// The first of those that are joined.
-    node: NodeIndex,
-    shape: MatmulShape,
-    format: MatmulFormat,
-    grouped: bool,
-    attention_core: bool,
-}
-
-/// Matrix products of a block; projections of one input are joined where the stack joins them.
-fn products(block: &Block, case: BlockCase) -> Vec<Product> {
-    let joint = case.machine.stack.kernels.joint_projections;
-    let mut products: Vec<(Option<NodeIndex>, Product)> = Vec::new();
-    for node in block.graph.node_indices() {
-        let Some(shape) = product_shape(block, node, case) else { continue };
-        let operator = &block.graph[node];
-        let operands = block.operands(node);
-        let split = case.split.splits(&operator.output);
-        let joinable = joint && split && block.graph[operands[1]].is_parameter();
-        let input = joinable.then_some(operands[0]);
-        match products.iter_mut().find(|(seen, _)| seen.is_some() && *seen == input) {
-            Some((_, product)) => product.shape.n += shape.n,
-            None => {
-                let weights = block.graph[operands[1]].is_parameter() && matches!(block.role, BlockRole::Layers(_));
-                let format = if weights { case.machine.matmul_format } else { MatmulFormat::Model };
-                let grouped = matches!(operator.kind, OperatorKind::GroupedContraction { .. });
-                products
-                    .push((input, Product { node, shape, format, grouped, attention_core: operator.attention_core }));
-            }
-        }
-    }
-    products.into_iter().map(|(_, product)| product).collect()
-}
-
-/// The matrix product that an operator is on one rank, or `None` if it is no contraction.
-fn product_shape(block: &Block, node: NodeIndex, case: BlockCase) -> Option<MatmulShape> {
-    let (over, grouped) = match &block.graph[node].kind {
-        OperatorKind::Contraction { over } => (over, false),
-        OperatorKind::GroupedContraction { over } => (over, true),
-        _ => return None,
-    };
-    let operands = block.operands(node);
-    let [left, right] = [&block.graph[operands[0]].output, &block.graph[operands[1]].output];
-    let has = |dims: &[Dim], name: DimName| dims.iter().any(|dim| dim.name == name);
-    let size = |dims: &mut dyn Iterator<Item = &Dim>| -> f64 {
-        dims.map(|dim| case.split.local_extent(*dim, case.extents) as f64).product()
-    };
-    let mut shape = MatmulShape {
-        batch: size(&mut left.shape.iter().filter(|d| has(&right.shape, d.name) && !over.contains(&d.name))),
-        m: size(&mut left.shape.iter().filter(|d| !has(&right.shape, d.name))),
-        n: size(&mut right.shape.iter().filter(|d| !has(&left.shape, d.name) && d.name != DimName::Expert)),
-        k: size(&mut left.shape.iter().filter(|d| over.contains(&d.name))),
-    };
-    if grouped {
-        let expert = right.shape.iter().find(|dim| dim.name == DimName::Expert);
-        let experts = expert.map_or(1.0, |dim| case.split.local_extent(*dim, case.extents) as f64);
-        shape.batch = experts;
-        shape.m /= experts;
-    }
-    let whole = !case.split.splits(left) && !case.split.splits(right);
-    if case.split.sequence_parallel && whole {
-        shape.m /= case.split.tensor_parallel as f64;
-    }
-    Some(shape)
 }
 
 struct Kernel {
@@ -583,6 +514,7 @@ fn add_kept(block: &Block, case: BlockCase, cost: &mut BlockCost) {
             cost.kept_by_core += bytes;
         }
     }
+    cost.weight_inputs = weight_inputs(block, case);
     cost.workspace = block.graph.node_indices().map(|node| workspace_of(block, node, case)).max().unwrap_or_default();
 }
 

@@ -1,8 +1,7 @@
 //! Floating-point operations of a step, in the two conventions that papers use.
 
-use ir::graph::{BlockRole, Extents, operator_flops};
-use ir::graph::{ModelGraph, block_flops};
-use ir::model::Workload;
+use ir::graph::{Block, BlockRole, Extents, ModelGraph, block_flops, operator_flops};
+use ir::model::{MAX_LAYER_RUNS, Workload};
 use ir::strategy::Recompute;
 use ir::units::Flops;
 
@@ -26,24 +25,33 @@ pub struct StepFlops {
 ///
 /// Equals the formula of arXiv 2104.04473, section 3: 96 B s l h² (1 + s/6h + V/16lh) for a GPT with
 /// full recomputation counted, 72 in place of 96 without.
-pub fn step_flops(graph: &ModelGraph, workload: Workload, recompute: Recompute) -> StepFlops {
+///
+/// `recomputed` has the layers of each run that partial recomputation computes again.
+pub fn step_flops(
+    graph: &ModelGraph,
+    workload: Workload,
+    recompute: Recompute,
+    recomputed: [u64; MAX_LAYER_RUNS],
+) -> StepFlops {
     let extents = Extents { micro_batch: workload.global_batch, sequence_length: workload.sequence_length };
     let mut model = 0.0;
     let mut repeated = 0.0;
     for block in &graph.blocks {
         let forward = block_flops(block, extents);
         model += block.count as f64 * forward * (1.0 + BACKWARD_PER_FORWARD);
-        let again = match (recompute, block.role) {
-            (Recompute::None, _) | (_, BlockRole::Embedding | BlockRole::Head) => 0.0,
-            (Recompute::Full, BlockRole::Layers(_)) => forward,
-            (Recompute::Selective, BlockRole::Layers(_)) => block
-                .graph
-                .node_indices()
-                .filter(|node| block.graph[*node].attention_core)
-                .map(|node| operator_flops(block, node, extents))
-                .sum(),
+        let (count, again) = match (recompute, block.role) {
+            (Recompute::None, _) | (_, BlockRole::Embedding | BlockRole::Head) => (0, 0.0),
+            (Recompute::Full, BlockRole::Layers(_)) => (block.count, forward),
+            (Recompute::Partial, BlockRole::Layers(run)) => (recomputed[run], forward),
+            (Recompute::Selective, BlockRole::Layers(_)) => (block.count, core_flops(block, extents)),
         };
-        repeated += block.count as f64 * again;
+        repeated += count as f64 * again;
     }
     StepFlops { model: Flops(model), hardware: Flops(model + repeated) }
+}
+
+/// FLOPs of the attention core's forward pass.
+fn core_flops(block: &Block, extents: Extents) -> f64 {
+    let core = block.graph.node_indices().filter(|node| block.graph[*node].attention_core);
+    core.map(|node| operator_flops(block, node, extents)).sum()
 }

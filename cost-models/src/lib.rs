@@ -9,5 +9,6 @@ pub mod goodput;
 pub mod machine;
 pub mod matmul;
 pub mod memory;
+pub mod offload;
 pub mod pipeline;
 pub mod step;

@@ -94,4 +94,12 @@ impl Machine {
         let group = network.nics_per_group.as_ref().map_or(Provenance::Measured, |count| count.provenance);
         bandwidth.min(group)
     }
+
+    /// Weakest origin of the numbers behind an update in host memory.
+    pub fn host_provenance(&self) -> Provenance {
+        self.cluster.host.as_ref().map_or(Provenance::Assumed, |host| {
+            let memory = host.memory_bandwidth.provenance.min(host.memory_efficiency.provenance);
+            memory.min(host.link_per_gpu_per_direction.provenance).min(host.link_efficiency.provenance)
+        })
+    }
 }

@@ -48,7 +48,7 @@ pub struct Shards {
 }
 
 /// What a stage puts on each of its ranks.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StageLoad {
     /// Parameter elements of a rank.
     pub parameters: u64,
@@ -56,12 +56,12 @@ pub struct StageLoad {
     pub expert_parameters: u64,
     /// Parameter elements of the largest block.
     pub largest_block: u64,
-    /// Tensors kept for backward by one micro-batch.
-    pub kept: Bytes,
-    /// Micro-batches in flight; with virtual stages a part of one counts as such.
-    pub in_flight: f64,
+    /// Tensors kept for backward, of all micro-batches in flight.
+    pub activations: Bytes,
     /// Largest set of temporary tensors.
     pub workspace: Bytes,
+    /// Whether the optimizer state lives in host memory.
+    pub offloads_optimizer: bool,
 }
 
 /// Memory of a rank by term.
@@ -127,7 +127,7 @@ pub fn stage_memory(
     let state = ModelState {
         weights: dense.weights + expert.weights,
         gradients: dense.gradients + expert.gradients,
-        optimizer: dense.optimizer + expert.optimizer,
+        optimizer: if load.offloads_optimizer { Bytes(0) } else { dense.optimizer + expert.optimizer },
     };
     let (gathered, unreduced) = match zero_stage {
         _ if shards.dense == 1 => (0, 0),
@@ -142,7 +142,7 @@ pub fn stage_memory(
     let gathered = Bytes(largest * (gathered * dtype.bytes() + unreduced * gradient));
     let mut memory = StageMemory {
         state,
-        activations: load.kept.scale(load.in_flight),
+        activations: load.activations,
         workspace: load.workspace,
         gathered,
         buffers: profile.communication_buffers.value,

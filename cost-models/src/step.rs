@@ -1,21 +1,29 @@
 //! Time of a training step: blocks, stages, pipeline, data axis and optimizer put together.
 
+mod data;
+mod load;
+mod tail;
+
 use std::collections::BTreeMap;
 
 use ir::graph::{Block, BlockRole, Extents, ModelGraph};
 use ir::mesh::{Axis, GroupFamily, build_mesh};
 use ir::model::{MAX_LAYER_RUNS, ModelSpec, Workload};
+use ir::pipeline::Pipeline;
 use ir::plan::{Term, TimeTerm};
 use ir::provenance::Provenance;
 use ir::sharding::TensorSplit;
-use ir::strategy::{Recompute, Strategy, ZeroStage};
+use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
 use ir::units::{Bytes, Seconds};
 
 use crate::block::{BlockCase, BlockCost, block_cost};
 use crate::collective::{CollectiveKind, Placement, collective_time, place, send_time};
 use crate::machine::Machine;
-use crate::memory::{Shards, StageLoad, StageMemory, stage_memory, state_bytes};
-use crate::pipeline::{StageTime, interleaved_time, kept_micro_batches, pipeline_time};
+use crate::memory::state_bytes;
+use crate::pipeline::{StageTime, pipeline_time, stage_totals};
+use data::{HeldParameters, exposed, gradient_placements};
+pub use load::{host_memory_of, stage_load, stage_memory_of};
+use tail::stage_tail;
 
 /// Order of the norm that stands for the longer of the host's and the kernels' time.
 const SHARPNESS: f64 = 4.0;
@@ -57,17 +65,21 @@ pub struct PerBlock<T> {
     pub embedding: T,
     /// One layer's of each run; runs that the model lacks keep the default.
     pub layers: [T; MAX_LAYER_RUNS],
+    /// The same of layers that partial recomputation computes again.
+    pub recomputed: [T; MAX_LAYER_RUNS],
     /// The head's.
     pub head: T,
 }
 
-/// What a stage holds.
+/// What one part of the model holds: a stage has one, or one for each virtual stage.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StageContent {
     /// The embedding.
     pub embedding: bool,
     /// Layers of each run.
     pub layers: [u64; MAX_LAYER_RUNS],
+    /// Those of `layers` that partial recomputation computes again.
+    pub recomputed: [u64; MAX_LAYER_RUNS],
     /// Final norm, head and loss.
     pub head: bool,
 }
@@ -104,7 +116,10 @@ impl<T: Copy> PerBlock<T> {
     /// Blocks of a stage with their counts; absent blocks are left out.
     pub fn parts(&self, content: &StageContent) -> impl Iterator<Item = (u64, T)> {
         let ends = [(u64::from(content.embedding), self.embedding), (u64::from(content.head), self.head)];
-        content.layers.into_iter().zip(self.layers).chain(ends).filter(|(count, _)| *count > 0)
+        let kept = std::array::from_fn(|run| (content.layers[run] - content.recomputed[run], self.layers[run]));
+        let kept: [(u64, T); MAX_LAYER_RUNS] = kept;
+        let recomputed = content.recomputed.into_iter().zip(self.recomputed);
+        kept.into_iter().chain(recomputed).chain(ends).filter(|(count, _)| *count > 0)
     }
 }
 
@@ -135,14 +150,30 @@ pub fn costed_blocks(scenario: Scenario, split: TensorSplit, micro_batch: u64) -
             BlockRole::Head => blocks.head = costed(block),
         }
     }
+    blocks.recomputed = blocks.layers;
     blocks
 }
 
 /// Time of a micro-batch on each block under a strategy (whose stage split is not looked at).
 pub fn block_times(scenario: Scenario, blocks: &PerBlock<CostedBlock>, strategy: &Strategy) -> PerBlock<BlockTime> {
-    let layer = |block: CostedBlock| block_time(scenario, block, strategy, strategy.recompute);
-    let ends = |block: CostedBlock| block_time(scenario, block, strategy, Recompute::None);
-    PerBlock { embedding: ends(blocks.embedding), layers: blocks.layers.map(layer), head: ends(blocks.head) }
+    let (kept, recomputed) = match strategy.recompute {
+        Recompute::Partial => (Recompute::None, Recompute::Full),
+        all => (all, all),
+    };
+    let layers = |recompute| blocks.layers.map(|block| block_time(scenario, block, strategy, recompute));
+    let ends = |block: CostedBlock| {
+        let mut time = block_time(scenario, block, strategy, Recompute::None);
+        // Logits' gradients are too large to be held: the head's weights are not left for later.
+        time.pass.weights = Seconds(0.0);
+        time
+    };
+    let of_kept = layers(kept);
+    PerBlock {
+        embedding: ends(blocks.embedding),
+        layers: of_kept,
+        recomputed: if kept == recomputed { of_kept } else { layers(recomputed) },
+        head: ends(blocks.head),
+    }
 }
 
 fn block_time(scenario: Scenario, block: CostedBlock, strategy: &Strategy, recompute: Recompute) -> BlockTime {
@@ -151,11 +182,11 @@ fn block_time(scenario: Scenario, block: CostedBlock, strategy: &Strategy, recom
         Recompute::None => (Seconds(0.0), Seconds(0.0)),
         Recompute::Selective if scenario.machine.stack.kernels.flash_attention => (Seconds(0.0), Seconds(0.0)),
         Recompute::Selective => (cost.attention_core, Seconds(0.0)),
-        Recompute::Full => (cost.repeated, cost.repeated_communication),
+        Recompute::Full | Recompute::Partial => (cost.repeated, cost.repeated_communication),
     };
     let exchanges = match recompute {
         Recompute::None | Recompute::Selective => 2.0,
-        Recompute::Full => 3.0,
+        Recompute::Full | Recompute::Partial => 3.0,
     };
     let accumulation = gradient_accumulation_time(scenario, block.parameters, strategy);
     let forward = cost.forward + cost.forward_communication + cost.exchange;
@@ -174,7 +205,11 @@ fn block_time(scenario: Scenario, block: CostedBlock, strategy: &Strategy, recom
         tensor: cost.forward_communication + cost.backward_communication + repeated_communication,
         exchange: cost.exchange * exchanges,
         data: data_forward + data_backward,
-        pass: StageTime { forward: forward + data_forward, backward: backward + data_backward },
+        pass: StageTime {
+            forward: forward + data_forward,
+            backward: backward + data_backward,
+            weights: cost.weight_gradients + accumulation,
+        },
     }
 }
 
@@ -246,47 +281,6 @@ fn sharded_state_time(
     [exposed(gather, passes[0]) + gathering, exposed(gather + scatter, passes[1]) + gathering + scattering]
 }
 
-/// What remains of communication that computation can cover for a time: the rest, and at least the part that
-/// takes the processor from the computation.
-fn exposed(communication: Seconds, covered: Seconds, machine: &Machine) -> Seconds {
-    let occupied = machine.stack.overlap.occupancy.as_ref().map_or(0.0, |share| share.value);
-    Seconds((communication.0 - covered.0).max(communication.0 * occupied))
-}
-
-/// Parameter elements that a rank holds.
-#[derive(Clone, Copy)]
-struct HeldParameters {
-    all: u64,
-    experts: u64,
-}
-
-impl HeldParameters {
-    /// Time of a collective of the data axis over bytes of each parameter: those of routed experts have fewer copies.
-    fn collective_time(
-        self,
-        kind: CollectiveKind,
-        per_parameter: u64,
-        strategy: &Strategy,
-        machine: &Machine,
-    ) -> Seconds {
-        let parts = [self.all - self.experts, self.experts].into_iter().zip(gradient_placements(strategy, machine));
-        let held = parts.filter(|(parameters, _)| *parameters > 0);
-        held.map(|(parameters, group)| collective_time(kind, Bytes(parameters * per_parameter), group, machine)).sum()
-    }
-}
-
-/// Where the ranks lie that sum the gradients of parameters outside experts, and those of routed experts.
-fn gradient_placements(strategy: &Strategy, machine: &Machine) -> [Placement; 2] {
-    let replicas = strategy.data_parallel * strategy.context_parallel;
-    let tensor = strategy.tensor_parallel;
-    let at = |size, stride| {
-        let family = GroupFamily { axis: Axis::Data, size, stride, count: 1 };
-        place(&family, machine.fast_domain_gpus())
-    };
-    let experts = strategy.expert_parallel;
-    [at(replicas, tensor), at((replicas / experts).max(1), tensor * experts)]
-}
-
 /// Time of a transfer of activations between neighbouring stages.
 ///
 /// With sequence parallelism, or a stack that sends slices, each tensor rank sends its part; slices of a
@@ -309,19 +303,22 @@ pub fn transfer_time(scenario: Scenario, strategy: &Strategy, blocks: &PerBlock<
     waiting + send_time(whole.scale(1.0 / tensor as f64), stage_ranks, machine) + gather
 }
 
-/// Time of a micro-batch on a stage, transfers that block it included.
+/// Time of a micro-batch on a part of the model, transfers that block it included.
 pub fn stage_time(
     content: &StageContent,
     times: &PerBlock<BlockTime>,
     position: StagePosition,
     transfer: Seconds,
+    strategy: &Strategy,
     machine: &Machine,
 ) -> StageTime {
-    let blocking = blocking(transfer, machine);
-    let mut stage = StageTime { forward: machine.stack.overhead.micro_batch.value, backward: Seconds(0.0) };
+    let blocking = blocking(transfer, strategy, machine);
+    let overhead = machine.stack.overhead.micro_batch.value * (1.0 / strategy.virtual_stages as f64);
+    let mut stage = StageTime { forward: overhead, ..StageTime::default() };
     for (count, block) in times.parts(content) {
         stage.forward += block.pass.forward * count as f64;
         stage.backward += block.pass.backward * count as f64;
+        stage.weights += block.pass.weights * count as f64;
     }
     if !position.first {
         stage.forward += blocking;
@@ -332,196 +329,68 @@ pub fn stage_time(
     stage
 }
 
-/// The part of a transfer during which a stage waits.
-fn blocking(transfer: Seconds, machine: &Machine) -> Seconds {
-    if machine.stack.overlap.pipeline_sends { Seconds(0.0) } else { transfer }
+/// The part of a transfer during which a stage waits. Interleaved parts send while the stage computes another
+/// (Megatron-LM, `overlap_p2p_comm`, which needs interleaving).
+fn blocking(transfer: Seconds, strategy: &Strategy, machine: &Machine) -> Seconds {
+    let beside = machine.stack.overlap.pipeline_sends || strategy.schedule == ScheduleKind::Interleaved;
+    if beside { Seconds(0.0) } else { transfer }
 }
 
-/// Whether a stage is at an end of the pipeline.
+/// Whether a part of the model has no neighbour on another stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StagePosition {
-    /// The first stage receives no activations.
+    /// It receives no activations.
     pub first: bool,
-    /// The last stage receives no gradients.
+    /// It receives no gradients.
     pub last: bool,
 }
 
 impl StagePosition {
-    /// Position of stage `index` of `count`.
-    pub fn of(index: u64, count: u64) -> StagePosition {
-        StagePosition { first: index == 0, last: index + 1 == count }
+    /// That of a stage's part.
+    pub fn of(pipeline: Pipeline, stage: u64, part: u64) -> StagePosition {
+        let position = pipeline.position(stage, part);
+        let here = |neighbour: u64| pipeline.stage_and_part(neighbour).0 == stage;
+        let end = pipeline.num_parts() - 1;
+        StagePosition { first: position == 0 || here(position - 1), last: position == end || here(position + 1) }
     }
-}
-
-/// Memory of each rank of a stage.
-pub fn stage_memory_of(
-    scenario: Scenario,
-    blocks: &PerBlock<CostedBlock>,
-    strategy: &Strategy,
-    content: &StageContent,
-    stage: u64,
-) -> StageMemory {
-    let load = stage_load(blocks, strategy, content, stage);
-    stage_memory(load, strategy.zero_stage, shards_of(strategy), scenario.model.dtype, scenario.machine)
-}
-
-/// Ranks over which ZeRO shards.
-fn shards_of(strategy: &Strategy) -> Shards {
-    let dense = strategy.shard_group * strategy.context_parallel;
-    Shards { dense, expert: (dense / strategy.expert_parallel).max(1) }
-}
-
-/// What a stage puts on each of its ranks.
-pub fn stage_load(
-    blocks: &PerBlock<CostedBlock>,
-    strategy: &Strategy,
-    content: &StageContent,
-    stage: u64,
-) -> StageLoad {
-    let num_stages = strategy.pipeline_parallel;
-    let in_flight =
-        kept_micro_batches(strategy.schedule, stage, num_stages, strategy.virtual_stages, strategy.num_micro_batches());
-    let mut load = StageLoad { in_flight, ..StageLoad::default() };
-    for (index, count) in content.layers.iter().enumerate().filter(|(_, count)| **count > 0) {
-        let block = blocks.layers[index];
-        let (kept, temporary) = kept_and_temporary(&block.cost, strategy.recompute);
-        add_block(&mut load, block, *count, kept, temporary);
-    }
-    for (held, block) in [(content.embedding, blocks.embedding), (content.head, blocks.head)] {
-        if held {
-            add_block(&mut load, block, 1, block.cost.kept, block.cost.workspace);
-        }
-    }
-    if content.embedding && content.head {
-        load.parameters -= blocks.head.tied_parameters;
-    }
-    load
-}
-
-fn add_block(load: &mut StageLoad, block: CostedBlock, count: u64, kept: Bytes, temporary: Bytes) {
-    load.parameters += block.parameters * count;
-    load.expert_parameters += block.expert_parameters * count;
-    load.largest_block = load.largest_block.max(block.parameters);
-    load.kept += kept * count;
-    load.workspace = load.workspace.max(temporary);
-}
-
-/// Bytes kept from forward, and alive for a moment in backward, by recomputation.
-fn kept_and_temporary(cost: &BlockCost, recompute: Recompute) -> (Bytes, Bytes) {
-    match recompute {
-        Recompute::None => (cost.kept, cost.workspace),
-        Recompute::Selective => (cost.kept - cost.kept_by_core, cost.workspace + cost.kept_by_core),
-        Recompute::Full => (cost.input, cost.workspace + cost.kept),
-    }
-}
-
-/// Time after the last backward pass: gradient reduction, optimizer, parameter gather.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-struct Tail {
-    data: Seconds,
-    optimizer: Seconds,
-}
-
-impl Tail {
-    fn total(self) -> Seconds {
-        self.data + self.optimizer
-    }
-}
-
-fn stage_tail(
-    scenario: Scenario,
-    strategy: &Strategy,
-    blocks: &PerBlock<CostedBlock>,
-    content: &StageContent,
-    pass: StageTime,
-) -> Tail {
-    let machine = scenario.machine;
-    let load = stage_load(blocks, strategy, content, 0);
-    let bytes = state_bytes(machine, scenario.model.dtype);
-    let held = HeldParameters { all: load.parameters, experts: load.expert_parameters };
-    let time = |kind, per_parameter| held.collective_time(kind, per_parameter, strategy, machine);
-    let covered = pass.backward * machine.stack.overlap.gradient_reduction.value;
-    let further = machine.further(blocks.parts(content).map(|(count, block)| count * block.tensors).sum());
-    let waiting = if strategy.data_parallel > 1 { machine.waiting().map(|t| t + further) } else { [Seconds(0.0); 2] };
-    let exposed = |reduction: Seconds| waiting[1] + exposed(reduction, covered, machine);
-    let gather = || waiting[0] + time(CollectiveKind::AllGather, bytes.weight);
-    let all_reduce = machine.stack.overlap.zero_one_all_reduces;
-    let mut data = match strategy.zero_stage {
-        ZeroStage::None => exposed(time(CollectiveKind::AllReduce, bytes.gradient)),
-        ZeroStage::OptimizerState => {
-            let kind = if all_reduce { CollectiveKind::AllReduce } else { CollectiveKind::ReduceScatter };
-            exposed(time(kind, bytes.gradient)) + gather()
-        }
-        ZeroStage::Gradients => gather(),
-        ZeroStage::Parameters => Seconds(0.0),
-    };
-    data += tied_reduction_time(scenario, strategy, blocks, content);
-    let owned = match strategy.zero_stage {
-        ZeroStage::None => load.parameters,
-        ZeroStage::OptimizerState | ZeroStage::Gradients | ZeroStage::Parameters => {
-            let Shards { dense, expert } = shards_of(strategy);
-            (load.parameters - load.expert_parameters).div_ceil(dense) + load.expert_parameters.div_ceil(expert)
-        }
-    };
-    Tail { data, optimizer: optimizer_time(scenario, owned) }
-}
-
-/// Time to sum the two copies of a tied embedding over the first and the last stage.
-fn tied_reduction_time(
-    scenario: Scenario,
-    strategy: &Strategy,
-    blocks: &PerBlock<CostedBlock>,
-    content: &StageContent,
-) -> Seconds {
-    let ends = content.embedding != content.head;
-    if !ends || blocks.head.tied_parameters == 0 {
-        return Seconds(0.0);
-    }
-    let machine = scenario.machine;
-    let bytes = state_bytes(machine, scenario.model.dtype).gradient * blocks.head.tied_parameters;
-    let distance = strategy.world_size() - strategy.world_size() / strategy.pipeline_parallel;
-    let inside = distance < machine.fast_domain_gpus();
-    let pair = Placement { size: 2, per_domain: if inside { 2 } else { 1 }, domains: if inside { 1 } else { 2 } };
-    collective_time(CollectiveKind::AllReduce, Bytes(bytes), pair, machine)
-}
-
-/// Time of the optimizer over the parameters that a rank owns: state read and written, gradient read for
-/// the norm and for the update, weight written; bound by memory bandwidth.
-fn optimizer_time(scenario: Scenario, owned: u64) -> Seconds {
-    let bytes = state_bytes(scenario.machine, scenario.model.dtype);
-    let per_parameter = 2 * bytes.optimizer + 2 * bytes.gradient + bytes.weight;
-    Bytes(owned * per_parameter) / scenario.machine.streaming_bandwidth()
 }
 
 /// A time that no stage split of the strategy can beat.
 ///
-/// Let W be the work of one micro-batch over all stages and x the last stage's part. The last stage
-/// waits for one pass over the others: T ≥ W + (m − 1) x. The slowest of the others has at least their
-/// mean: T ≥ m (W − x) / (p − 1). The bound is the least that both allow for any x.
+/// The slowest of p stages has at least their mean of the work: T ≥ m W / p. With one part a stage, let w be the work
+/// of one micro-batch that other stages wait for (all of it but split gradients of weights), and x the last stage's
+/// part. The last stage waits for one pass over the others: T ≥ w + (m − 1) x. The slowest of the others has at least
+/// their mean: T ≥ m (w − x) / (p − 1). The bound is the least that both allow for any x.
 pub fn step_lower_bound(
     scenario: Scenario,
     times: &PerBlock<BlockTime>,
     layers: [u64; MAX_LAYER_RUNS],
     strategy: &Strategy,
 ) -> Seconds {
-    let whole = StageContent { embedding: true, layers, head: true };
+    let whole = StageContent { embedding: true, layers, head: true, ..StageContent::default() };
     let overhead = &scenario.machine.stack.overhead;
     let stages = strategy.pipeline_parallel as f64;
-    let blocks: Seconds = times.parts(&whole).map(|(count, block)| block.pass.total() * count as f64).sum();
-    let work = blocks + overhead.micro_batch.value * stages;
     let m = strategy.num_micro_batches() as f64;
-    let pipeline = match strategy.pipeline_parallel {
-        1 => work * m,
-        _ => {
-            let others = m / (stages - 1.0);
-            let last = work * ((others - 1.0) / (m - 1.0 + others)).max(0.0);
-            work + last * (m - 1.0)
-        }
+    let per_stage = overhead.micro_batch.value * stages;
+    let over_blocks = |time: fn(StageTime) -> Seconds| -> Seconds {
+        let all: Seconds = times.parts(&whole).map(|(count, block)| time(block.pass) * count as f64).sum();
+        all + per_stage
     };
-    pipeline + overhead.step.value
+    let work = over_blocks(StageTime::total);
+    let mean = work * (m / stages);
+    if strategy.virtual_stages > 1 || strategy.pipeline_parallel == 1 {
+        return mean + overhead.step.value;
+    }
+    let needed = match strategy.schedule.splits_backward() {
+        true => over_blocks(|pass| pass.forward + pass.input_backward()),
+        false => work,
+    };
+    let others = m / (stages - 1.0);
+    let last = needed * ((others - 1.0) / (m - 1.0 + others)).max(0.0);
+    mean.max(needed + last * (m - 1.0)) + overhead.step.value
 }
 
-/// Predicts a step for a strategy whose stages hold `contents`.
+/// Predicts a step for a strategy whose stages hold `contents`: parts of the model, those of the first stage first.
 pub fn predict_step(
     scenario: Scenario,
     blocks: &PerBlock<CostedBlock>,
@@ -530,32 +399,35 @@ pub fn predict_step(
     contents: &[StageContent],
 ) -> StepPrediction {
     let machine = scenario.machine;
-    let count = contents.len() as u64;
+    let shape = Pipeline::of(strategy);
     let transfer = transfer_time(scenario, strategy, blocks);
-    let position = |index: usize| StagePosition::of(index as u64, count);
-    let at = |(index, content)| stage_time(content, times, position(index), transfer, machine);
-    let stages: Vec<StageTime> = contents.iter().enumerate().map(at).collect();
-    let micro_batches = strategy.num_micro_batches();
-    let edge = transfer - blocking(transfer, machine);
-    let pipeline = match strategy.virtual_stages {
-        1 => pipeline_time(strategy.schedule, &stages, micro_batches, edge),
-        parts => interleaved_time(&stages, micro_batches, parts, edge),
+    let position = |index: usize| {
+        let (stage, part) = (index as u64 / shape.virtual_stages, index as u64 % shape.virtual_stages);
+        StagePosition::of(shape, stage, part)
     };
+    let at = |(index, content)| stage_time(content, times, position(index), transfer, strategy, machine);
+    let parts: Vec<StageTime> = contents.iter().enumerate().map(at).collect();
+    let stages = stage_totals(shape, &parts);
+    let micro_batches = shape.micro_batches;
+    let blocked = blocking(transfer, strategy, machine);
+    let pipeline = pipeline_time(shape, &parts, transfer - blocked);
+    let on_stage = |stage: usize| &contents[stage * shape.virtual_stages as usize..][..shape.virtual_stages as usize];
     let tails =
-        contents.iter().zip(&stages).map(|(content, pass)| stage_tail(scenario, strategy, blocks, content, *pass));
+        stages.iter().enumerate().map(|(stage, pass)| stage_tail(scenario, strategy, blocks, on_stage(stage), *pass));
     let tail = tails.max_by(|a, b| a.total().0.total_cmp(&b.total().0)).unwrap_or_default();
 
     let slowest = (0..stages.len()).max_by(|a, b| stages[*a].total().0.total_cmp(&stages[*b].total().0)).unwrap_or(0);
     let per_step = |part: fn(BlockTime) -> Seconds| -> Seconds {
-        let parts = times.parts(&contents[slowest]);
-        parts.map(|(layers, block)| part(block) * (layers * micro_batches) as f64).sum()
+        let blocks = on_stage(slowest).iter().flat_map(|content| times.parts(content));
+        blocks.map(|(layers, block)| part(block) * (layers * micro_batches) as f64).sum()
     };
     let busy = stages[slowest].total() * micro_batches as f64;
     let overhead = machine.stack.overhead.micro_batch.value * micro_batches as f64;
     let data = per_step(|block| block.data);
-    let StagePosition { first, last } = position(slowest);
-    let transfers = u64::from(!first) + u64::from(!last);
-    let blocked = blocking(transfer, machine) * (transfers * micro_batches) as f64;
+    let received = |index: usize| u64::from(!position(index).first) + u64::from(!position(index).last);
+    let first_part = slowest * shape.virtual_stages as usize;
+    let transfers: u64 = (first_part..first_part + shape.virtual_stages as usize).map(received).sum();
+    let blocked = blocked * (transfers * micro_batches) as f64;
     let mut terms = BTreeMap::from([
         (TimeTerm::Compute, per_step(|block| block.compute)),
         (TimeTerm::Recomputation, per_step(|block| block.recomputation)),
@@ -592,6 +464,7 @@ pub fn with_provenance(
             TimeTerm::Exchange => link(stage_ranks <= domain),
             TimeTerm::PipelineCommunication => link(stage_ranks < domain),
             TimeTerm::DataCommunication => link(gradient_placements(strategy, machine)[0].inside_domain()),
+            TimeTerm::Optimizer if strategy.offload_optimizer => machine.host_provenance(),
             TimeTerm::Optimizer => memory,
             TimeTerm::Overhead => overhead,
         }

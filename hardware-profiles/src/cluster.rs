@@ -1,6 +1,6 @@
 //! How accelerators are wired: links inside a node or NVLink domain, and network cards between them.
 
-use ir::units::{BytesPerSecond, Seconds, UsDollars};
+use ir::units::{Bytes, BytesPerSecond, Seconds, UsDollars};
 use serde::{Deserialize, Serialize};
 
 use crate::sourced::Sourced;
@@ -30,6 +30,9 @@ pub struct ClusterProfile {
     /// How often runs fail, and what it takes to go on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reliability: Option<Reliability>,
+    /// The processors and their memory; without them nothing is offloaded to it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host: Option<Host>,
 }
 
 /// How often runs fail, and what it takes to go on.
@@ -42,6 +45,24 @@ pub struct Reliability {
     pub restart: Sourced<Seconds>,
     /// Bandwidth at which a node writes its part of a checkpoint while all nodes write.
     pub checkpoint_write_per_node: Sourced<BytesPerSecond>,
+}
+
+/// The processors of a node, and the way to them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Host {
+    /// Memory of a node.
+    pub memory: Sourced<Bytes>,
+    /// Share of it that system and data loading keep.
+    pub reserved: Sourced<f64>,
+    /// Peak bandwidth of a node's memory.
+    pub memory_bandwidth: Sourced<BytesPerSecond>,
+    /// Share of the peak that an optimizer on all cores reaches.
+    pub memory_efficiency: Sourced<f64>,
+    /// Bandwidth of one accelerator's link to the host in one direction.
+    pub link_per_gpu_per_direction: Sourced<BytesPerSecond>,
+    /// Share of it that all accelerators of a node reach at once with pinned memory.
+    pub link_efficiency: Sourced<f64>,
 }
 
 /// Links inside a node or NVLink domain.

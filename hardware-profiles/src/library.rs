@@ -6,7 +6,7 @@ use ir::text::read_ron;
 use serde::de::DeserializeOwned;
 use thiserror::Error;
 
-use crate::cluster::{ClusterProfile, Nics, Reliability};
+use crate::cluster::{ClusterProfile, Host, Nics, Reliability};
 use crate::device::DeviceProfile;
 use crate::stack::StackProfile;
 
@@ -139,6 +139,25 @@ pub(crate) fn check_cluster(cluster: &ClusterProfile, origin: &str) -> Vec<Probl
         ];
         problems.extend(check_positive(origin, &positive));
     }
+    problems.extend(cluster.host.iter().flat_map(|host| check_host(host, origin)));
+    problems
+}
+
+fn check_host(host: &Host, origin: &str) -> Vec<Problem> {
+    let positive = [
+        ("host.memory", host.memory.value.0 as f64),
+        ("host.memory_bandwidth", host.memory_bandwidth.value.0),
+        ("host.memory_efficiency", host.memory_efficiency.value),
+        ("host.link_per_gpu_per_direction", host.link_per_gpu_per_direction.value.0),
+        ("host.link_efficiency", host.link_efficiency.value),
+    ];
+    let shares = [
+        ("host.reserved", host.reserved.value),
+        ("host.memory_efficiency", host.memory_efficiency.value),
+        ("host.link_efficiency", host.link_efficiency.value),
+    ];
+    let mut problems = check_positive(origin, &positive);
+    problems.extend(shares.iter().filter_map(|(field, share)| check_at_most(origin, field, *share, 1.0)));
     problems
 }
 

@@ -67,6 +67,12 @@ pub struct Offers {
     pub recompute: Vec<Recompute>,
     /// Pipeline schedules.
     pub schedules: Vec<ScheduleKind>,
+    /// Whether partial recomputation computes the same number of layers again on each stage.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub same_recompute_on_stages: bool,
+    /// Optimizer state in host memory.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub offload_optimizer: bool,
 }
 
 /// Kernels of the software.

@@ -244,7 +244,7 @@ impl<'a> Pass<'a> {
                     self.attention == AttentionKernel::Primitive
                         && self.block.graph[self.node_of[result]].attention_core
                 }
-                Recompute::Full => true,
+                Recompute::Full | Recompute::Partial => true,
             };
             if repeated {
                 let DraftValue { name, tensor } = self.draft.values[result.0 as usize].clone();

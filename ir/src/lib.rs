@@ -12,6 +12,7 @@ pub mod interpreter;
 pub mod kernel;
 pub mod mesh;
 pub mod model;
+pub mod pipeline;
 pub mod placement;
 pub mod plan;
 pub mod program;

@@ -121,13 +121,16 @@ pub struct Stage {
     pub ranks: (u64, u64),
     /// Whether the stage holds the embedding.
     pub embedding: bool,
-    /// First layer and one past the last, counted over the whole model.
+    /// First layer and one past the last, counted over the whole model; those of the first part where there are more.
     pub layers: (u64, u64),
+    /// The same of each further part of the model on the stage.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub further_layers: Vec<(u64, u64)>,
     /// Whether the stage holds the final norm, the head and the loss.
     pub head: bool,
     /// Parameter elements that a rank of the stage holds for computation.
     pub parameters_per_rank: u64,
-    /// Micro-batches whose activations are alive at once.
+    /// Micro-batches whose activations are alive at once, each counted for every part of the model on the stage.
     pub in_flight: u64,
     /// Time of a micro-batch's forward pass.
     pub forward: Seconds,
@@ -299,6 +302,11 @@ impl TimeTerm {
 }
 
 impl Stage {
+    /// Layers of each part of the model on the stage.
+    pub fn parts(&self) -> impl Iterator<Item = (u64, u64)> {
+        std::iter::once(self.layers).chain(self.further_layers.iter().copied())
+    }
+
     /// Memory of a rank as the driver counts it.
     pub fn device_memory(&self) -> Bytes {
         self.memory.values().copied().sum()

@@ -24,7 +24,7 @@ pub struct Strategy {
     pub micro_batch: u64,
     /// Sequences of a step.
     pub global_batch: u64,
-    /// Model parts on each stage.
+    /// Parts of the model on each stage.
     pub virtual_stages: u64,
     /// Order of micro-batches on a stage.
     pub schedule: ScheduleKind,
@@ -34,8 +34,11 @@ pub struct Strategy {
     pub sequence_parallel: bool,
     /// Whether the optimizer state lives in host memory.
     pub offload_optimizer: bool,
-    /// Layers of each stage, first to last.
+    /// Layers of each part of the model: stages first to last, and on each stage its parts in model order.
     pub layers_per_stage: Vec<u64>,
+    /// How many of these backward computes again, where `recompute` is `Partial`; empty otherwise.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub recomputed_layers: Vec<u64>,
 }
 
 /// What data-parallel ranks shard (ZeRO, arXiv 1910.02054); written as 0 to 3.
@@ -62,6 +65,9 @@ pub enum Recompute {
     Selective,
     /// Each layer from its input.
     Full,
+    /// So many layers of each stage from their inputs, nothing of the others (Megatron-LM,
+    /// `--recompute-method block --recompute-num-layers`).
+    Partial,
 }
 
 /// Order of micro-batches on a stage.
@@ -71,6 +77,14 @@ pub enum ScheduleKind {
     GPipe,
     /// One forward, one backward (PipeDream-flush, arXiv 2104.04473, figure 4 top).
     OneForwardOneBackward,
+    /// The same with several parts of the model on each stage (arXiv 2104.04473, figure 4 bottom).
+    Interleaved,
+    /// 1F1B whose weight gradients wait for what would be idle time, with its memory (ZB-H1, arXiv 2401.10241,
+    /// section 2.1).
+    ZeroBubbleH1,
+    /// The same with two parts a stage, down the stages and back (ZB-V, arXiv 2401.10241, section 6, and
+    /// arXiv 2405.15362).
+    ZeroBubbleV,
 }
 
 impl Strategy {
@@ -88,6 +102,7 @@ impl Strategy {
     pub fn recomputed_layers_per_stage(&self) -> Vec<u64> {
         match self.recompute {
             Recompute::Full => self.layers_per_stage.clone(),
+            Recompute::Partial => self.recomputed_layers.clone(),
             Recompute::None | Recompute::Selective => vec![0; self.layers_per_stage.len()],
         }
     }
@@ -100,27 +115,83 @@ impl ZeroStage {
 }
 
 impl Recompute {
-    /// All settings, cheapest in time first.
+    /// What is the same for all layers, cheapest in time first.
     pub const ALL: [Recompute; 3] = [Recompute::None, Recompute::Selective, Recompute::Full];
 
-    /// The word used in flags and files.
+    /// The word used in flags and files; `full` of some layers only has their numbers beside it.
     pub fn name(self) -> &'static str {
         match self {
             Recompute::None => "none",
             Recompute::Selective => "selective",
-            Recompute::Full => "full",
+            Recompute::Full | Recompute::Partial => "full",
         }
     }
 }
 
 impl ScheduleKind {
+    /// All schedules, the simplest first.
+    pub const ALL: [ScheduleKind; 5] = [
+        ScheduleKind::GPipe,
+        ScheduleKind::OneForwardOneBackward,
+        ScheduleKind::Interleaved,
+        ScheduleKind::ZeroBubbleH1,
+        ScheduleKind::ZeroBubbleV,
+    ];
+
     /// The word used in flags and files.
     pub fn name(self) -> &'static str {
         match self {
             ScheduleKind::GPipe => "gpipe",
             ScheduleKind::OneForwardOneBackward => "1f1b",
+            ScheduleKind::Interleaved => "interleaved",
+            ScheduleKind::ZeroBubbleH1 => "zb-h1",
+            ScheduleKind::ZeroBubbleV => "zb-v",
         }
     }
+
+    /// Whether weight gradients are passes of their own.
+    pub fn splits_backward(self) -> bool {
+        match self {
+            ScheduleKind::GPipe | ScheduleKind::OneForwardOneBackward | ScheduleKind::Interleaved => false,
+            ScheduleKind::ZeroBubbleH1 | ScheduleKind::ZeroBubbleV => true,
+        }
+    }
+
+    /// Whether a stage can have so many parts of the model.
+    pub fn allows_virtual_stages(self, virtual_stages: u64) -> bool {
+        match self {
+            ScheduleKind::GPipe | ScheduleKind::OneForwardOneBackward | ScheduleKind::ZeroBubbleH1 => {
+                virtual_stages == 1
+            }
+            ScheduleKind::Interleaved => virtual_stages >= 2,
+            ScheduleKind::ZeroBubbleV => virtual_stages == 2,
+        }
+    }
+
+    /// Whether a step can have so many micro-batches: interleaved parts take them in groups of one a stage
+    /// (Megatron-LM, core/pipeline_parallel/schedules.py).
+    pub fn allows_micro_batches(self, micro_batches: u64, num_stages: u64) -> bool {
+        self != ScheduleKind::Interleaved || micro_batches.is_multiple_of(num_stages)
+    }
+}
+
+/// Why programs of a strategy are not compiled, executed or checked yet, or `None` if they are.
+pub fn not_programmed(strategy: &Strategy) -> Option<&'static str> {
+    if strategy.context_parallel > 1 || strategy.expert_parallel > 1 {
+        return Some("context and expert parallelism are not compiled yet");
+    }
+    match strategy.schedule {
+        ScheduleKind::GPipe | ScheduleKind::OneForwardOneBackward => {}
+        ScheduleKind::Interleaved => return Some("interleaved schedules are not compiled yet"),
+        ScheduleKind::ZeroBubbleH1 | ScheduleKind::ZeroBubbleV => {
+            return Some("zero-bubble schedules are not compiled yet");
+        }
+    }
+    match strategy.recompute {
+        Recompute::None | Recompute::Selective | Recompute::Full => {}
+        Recompute::Partial => return Some("recomputation of some layers only is not compiled yet"),
+    }
+    strategy.offload_optimizer.then_some("offload is not compiled yet")
 }
 
 impl TryFrom<u8> for ZeroStage {

@@ -4,8 +4,9 @@
 //! 2. the model is sound, and its hash and parameter counts are those of the file;
 //! 3. the mesh has the strategy's degrees, and every rank lies on exactly one stage;
 //! 4. the groups along each axis partition the ranks;
-//! 5. the batch is whole micro-batches on each replica;
-//! 6. every layer is on exactly one stage, the embedding on the first and the head on the last;
+//! 5. the batch is whole micro-batches on each replica, as many as the schedule can take;
+//! 6. every layer is on exactly one stage, in the order of the schedule's parts, the embedding beside the first and
+//!    the head beside the last;
 //! 7. parameters and their shards are those of the model under the tensor split, and the parts make up
 //!    the whole;
 //! 8. every stage's parameters are those of its blocks, and its micro-batches in flight those of the schedule;
@@ -41,13 +42,15 @@ mod update;
 use program::check_program;
 pub use schedule::chain as stage_chain;
 
+use std::collections::BTreeMap;
+
 use crate::error::Problem;
 use crate::graph::{BlockRole, ModelGraph, build_graph, count_parameters};
 use crate::mesh::{Axis, Rank, StageId, build_mesh};
 use crate::model::{LayerRun, check_model, layer_runs};
+use crate::pipeline::{Pipeline, in_flight};
 use crate::plan::{FORMAT_VERSION, Plan, Stage};
 use crate::sharding::{TensorSplit, tensor_split};
-use crate::strategy::ScheduleKind;
 use crate::text::content_hash;
 use crate::units::Seconds;
 
@@ -131,6 +134,11 @@ fn check_inputs(plan: &Plan, check: &mut Check) {
     }
     let degrees =
         [strategy.tensor_parallel, strategy.pipeline_parallel, strategy.data_parallel, strategy.context_parallel];
+    let schedule = strategy.schedule;
+    if !schedule.allows_virtual_stages(strategy.virtual_stages) || strategy.virtual_stages > plan.model.num_layers {
+        let what = format!("{} virtual stages with schedule {}", strategy.virtual_stages, schedule.name());
+        check.report(what, "strategy.virtual_stages", EDITED);
+    }
     if degrees.iter().map(|degree| *degree as f64).product::<f64>() > (1u64 << 28) as f64 {
         check.report("the mesh has more than 2^28 ranks", "strategy", EDITED);
     }
@@ -189,6 +197,9 @@ fn check_batch(plan: &Plan, check: &mut Check) {
     if !strategy.global_batch.is_multiple_of(per_replica) {
         let what = format!("batch {} is not whole micro-batches of {per_replica}", strategy.global_batch);
         check.report(what, "strategy.micro_batch", EDITED);
+    } else if !strategy.schedule.allows_micro_batches(strategy.num_micro_batches(), strategy.pipeline_parallel) {
+        let what = format!("{} micro-batches are not whole groups for the schedule", strategy.num_micro_batches());
+        check.report(what, "strategy.schedule", EDITED);
     }
     if plan.workload.sequence_length == 0 {
         check.report("the sequence length is 0", "workload.sequence_length", EDITED);
@@ -200,26 +211,59 @@ fn check_batch(plan: &Plan, check: &mut Check) {
 }
 
 fn check_layers(plan: &Plan, check: &mut Check) {
-    let count = plan.strategy.pipeline_parallel;
+    let strategy = &plan.strategy;
+    let count = strategy.pipeline_parallel;
     check.expect(plan.stages.len() as u64, count, "stages", "number of stages");
-    let stage_ranks = plan.strategy.world_size() / count;
-    let mut next_layer = 0;
+    let pipeline = Pipeline::of(strategy);
+    let (ends, _) = pipeline.stage_and_part(pipeline.num_parts() - 1);
+    let stage_ranks = strategy.world_size() / count;
     for (index, stage) in plan.stages.iter().enumerate() {
         let number = index as u64;
         let place = format!("stages[{index}]");
         check.expect(stage.stage, StageId(number), &place, "number of the stage");
         check.expect(stage.ranks, (number * stage_ranks, (number + 1) * stage_ranks), &place, "ranks of the stage");
         check.expect(stage.embedding, number == 0, &place, "embedding on the first stage only");
-        check.expect(stage.head, number + 1 == count, &place, "head on the last stage only");
-        check.expect(stage.layers.0, next_layer, &place, "layers follow the stage before");
-        if stage.layers.1 <= stage.layers.0 {
+        check.expect(stage.head, number == ends, &place, "head beside the last layers only");
+        check.expect(stage.parts().count() as u64, strategy.virtual_stages, &place, "parts of the model");
+    }
+    check_part_order(plan, check);
+    let counts = plan.stages.iter().flat_map(Stage::parts).map(|part| part.1.saturating_sub(part.0));
+    let counts: Vec<u64> = counts.collect();
+    check.expect(strategy.layers_per_stage.clone(), counts, "strategy.layers_per_stage", "layers of each stage");
+    let recomputed = strategy.recomputed_layers_per_stage();
+    let fits = |(recomputed, layers): (&u64, &u64)| recomputed <= layers;
+    if recomputed.len() != strategy.layers_per_stage.len()
+        || !recomputed.iter().zip(&strategy.layers_per_stage).all(fits)
+    {
+        let what = format!("{recomputed:?} layers are recomputed of {:?}", strategy.layers_per_stage);
+        check.report(what, "strategy.recomputed_layers", EDITED);
+    }
+}
+
+/// Parts follow one another in model order, and hold all layers.
+fn check_part_order(plan: &Plan, check: &mut Check) {
+    let pipeline = Pipeline::of(&plan.strategy);
+    let parts: BTreeMap<u64, (usize, (u64, u64))> = plan
+        .stages
+        .iter()
+        .enumerate()
+        .flat_map(|(index, stage)| {
+            let position = move |part| pipeline.position(index as u64, part);
+            stage.parts().zip(0..).map(move |(layers, part)| (position(part), (index, layers)))
+        })
+        .collect();
+    let mut next_layer = 0;
+    let last_part = pipeline.num_parts() - 1;
+    for (position, (index, (first, last))) in parts {
+        let place = format!("stages[{index}]");
+        check.expect(first, next_layer, &place, "layers follow the stage before");
+        let alone = pipeline.virtual_stages > 1 && (position == 0 || position == last_part);
+        if last < first || last == first && !alone {
             check.report("the stage holds no layer", &place, EDITED);
         }
-        next_layer = stage.layers.1;
+        next_layer = last;
     }
     check.expect(next_layer, plan.model.num_layers, "stages", "layers on all stages");
-    let counts: Vec<u64> = plan.stages.iter().map(|stage| stage.layers.1.saturating_sub(stage.layers.0)).collect();
-    check.expect(plan.strategy.layers_per_stage.clone(), counts, "strategy.layers_per_stage", "layers of each stage");
 }
 
 fn check_shards(plan: &Plan, graph: &ModelGraph, split: TensorSplit, check: &mut Check) {
@@ -237,16 +281,11 @@ fn check_shards(plan: &Plan, graph: &ModelGraph, split: TensorSplit, check: &mut
 
 fn check_stages(plan: &Plan, graph: &ModelGraph, split: TensorSplit, check: &mut Check) {
     let runs = layer_runs(&plan.model);
-    let micro_batches = plan.strategy.num_micro_batches();
     for (index, stage) in plan.stages.iter().enumerate() {
         let place = format!("stages[{index}]");
         let expected = stage_parameters(graph, split, &runs, stage);
         check.expect(stage.parameters_per_rank, expected, &place, "parameters of a rank");
-        let remaining = plan.strategy.pipeline_parallel.saturating_sub(index as u64);
-        let in_flight = match plan.strategy.schedule {
-            ScheduleKind::GPipe => micro_batches,
-            ScheduleKind::OneForwardOneBackward => micro_batches.min(remaining),
-        };
+        let in_flight = in_flight(Pipeline::of(&plan.strategy), index as u64);
         check.expect(stage.in_flight, in_flight, &place, "micro-batches in flight");
     }
 }
@@ -262,7 +301,7 @@ fn stage_parameters(graph: &ModelGraph, split: TensorSplit, runs: &[LayerRun], s
             BlockRole::Layers(run) => {
                 let start: u64 = runs[..run].iter().map(|run| run.count).sum();
                 let end = start + runs[run].count;
-                stage.layers.1.min(end).saturating_sub(stage.layers.0.max(start))
+                stage.parts().map(|(first, last)| last.min(end).saturating_sub(first.max(start))).sum()
             }
         };
         let tied = if both_ends { split.local_tied_parameters(block) } else { 0 };

@@ -25,7 +25,7 @@ use ir::model::ModelSpec;
 use ir::placement::Placement;
 use ir::program::{AttentionKernel, Program};
 use ir::sharding::tensor_split;
-use ir::strategy::Strategy;
+use ir::strategy::{Strategy, not_programmed};
 
 use collectives::insert_collectives;
 use frees::insert_frees;
@@ -40,13 +40,7 @@ pub fn not_executable(model: &ModelSpec, strategy: &Strategy) -> Option<String> 
     if let Some(reason) = undifferentiable(model) {
         return Some(reason.to_owned());
     }
-    if strategy.context_parallel > 1 || strategy.expert_parallel > 1 || strategy.virtual_stages > 1 {
-        return Some("context, expert and interleaved parallelism are not compiled yet".to_owned());
-    }
-    if strategy.offload_optimizer {
-        return Some("offload is not compiled yet".to_owned());
-    }
-    None
+    not_programmed(strategy).map(str::to_owned)
 }
 
 /// Compiles a strategy that [`not_executable`] has no objection to.

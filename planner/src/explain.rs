@@ -9,7 +9,7 @@ use ir::strategy::{Recompute, Strategy};
 use ir::units::Seconds;
 
 use crate::error::Error;
-use crate::partition::solve_by_integer_program;
+use crate::partition::{StageShare, solve_by_integer_program};
 use crate::request::{FixedChoices, Request, check_request};
 use crate::search::{Outcome, Scored, nearest_miss, partition_of, search, search_watched};
 use crate::space::Pruning;
@@ -36,6 +36,7 @@ pub fn explain(request: &Request, graph: &ModelGraph, winner: &Scored, watch: &W
 pub fn describe(strategy: &Strategy) -> String {
     let recompute = match strategy.recompute {
         Recompute::None => "no recomputation".to_owned(),
+        Recompute::Partial => format!("recomputation of {} layers", strategy.recomputed_layers.iter().sum::<u64>()),
         choice => format!("{} recomputation", choice.name()),
     };
     let beyond_one = |name: &str, degree: u64| match degree {
@@ -69,13 +70,13 @@ fn memory_sentence(request: &Request, winner: &Scored) -> String {
 fn split_sentence(request: &Request, graph: &ModelGraph, winner: &Scored) -> Option<String> {
     let stages = winner.strategy.pipeline_parallel;
     let uneven = request.machine.stack.offers.uneven_stages;
-    if !(2..=MOST_PROGRAM_STAGES).contains(&stages) || !uneven {
+    if !(2..=MOST_PROGRAM_STAGES).contains(&stages) || !uneven || winner.strategy.virtual_stages > 1 {
         return None;
     }
     let problem = partition_of(request, graph, &winner.strategy)?;
     let program = problem.slowest(&solve_by_integer_program(&problem)?);
-    let layers: Vec<_> = winner.contents.iter().map(|content| content.layers).collect();
-    let found = problem.slowest(&layers);
+    let shares = winner.contents.iter().map(|part| StageShare { layers: part.layers, recomputed: part.recomputed });
+    let found = problem.slowest(&shares.collect::<Vec<_>>());
     Some(format!(
         "the slowest stage takes {} a micro-batch; the integer program over layers per stage finds none faster than {}",
         Seconds(found),

@@ -2,12 +2,12 @@
 
 use cost_models::flops::{MFU_FORMULA, step_flops};
 use cost_models::memory::{StageMemory, checkpoint_bytes, state_bytes};
-use cost_models::pipeline::in_flight;
-use cost_models::step::{costed_blocks, stage_load, with_provenance};
+use cost_models::step::{StageContent, costed_blocks, stage_load, with_provenance};
 use ir::footprint::with_memory;
 use ir::graph::{BlockRole, ModelGraph, count_parameters};
 use ir::mesh::{StageId, build_mesh};
-use ir::model::ModelSpec;
+use ir::model::{MAX_LAYER_RUNS, ModelSpec};
+use ir::pipeline::{Pipeline, in_flight};
 use ir::plan::{BlockShards, Estimate, Executable, FORMAT_VERSION, Inputs, Plan, SearchReport, Stage};
 use ir::program::AttentionKernel;
 use ir::provenance::Provenance;
@@ -64,7 +64,11 @@ pub fn estimate(request: &Request, graph: &ModelGraph, scored: &Scored) -> Estim
     let machine = &request.machine;
     let strategy = &scored.strategy;
     let step = scored.prediction.step;
-    let flops = step_flops(graph, request.workload, strategy.recompute);
+    let recomputed = scored.contents.iter().fold([0; MAX_LAYER_RUNS], |mut sum, part| {
+        sum.iter_mut().zip(part.recomputed).for_each(|(sum, count)| *sum += count);
+        sum
+    });
+    let flops = step_flops(graph, request.workload, strategy.recompute, recomputed);
     let tokens = (request.workload.global_batch * request.workload.sequence_length) as f64;
     let gpu_seconds = step.0 * request.gpus as f64;
     let peak = machine.peak_rate(request.model.dtype).0;
@@ -142,28 +146,39 @@ fn stages(request: &Request, graph: &ModelGraph, scored: &Scored, split: TensorS
     let strategy = &scored.strategy;
     let blocks = costed_blocks(scenario, split, strategy.micro_batch);
     let stage_ranks = strategy.world_size() / strategy.pipeline_parallel;
-    let micro_batches = strategy.num_micro_batches();
-    let mut first_layer = 0;
-    let mut stages = Vec::with_capacity(scored.contents.len());
-    for (index, content) in scored.contents.iter().enumerate() {
-        let stage = index as u64;
-        let last_layer = first_layer + content.layers.iter().sum::<u64>();
-        let time = scored.prediction.stages[index];
-        stages.push(Stage {
+    let pipeline = Pipeline::of(strategy);
+    let layers = part_layers(pipeline, &strategy.layers_per_stage);
+    let held = scored.contents.chunks(pipeline.virtual_stages as usize);
+    let stage = |(parts, stage): (&[StageContent], u64)| {
+        let time = scored.prediction.stages[stage as usize];
+        let mut layers = (0..pipeline.virtual_stages).map(|part| layers[pipeline.position(stage, part) as usize]);
+        Stage {
             stage: StageId(stage),
             ranks: (stage * stage_ranks, (stage + 1) * stage_ranks),
-            embedding: content.embedding,
-            layers: (first_layer, last_layer),
-            head: content.head,
-            parameters_per_rank: stage_load(&blocks, strategy, content, stage).parameters,
-            in_flight: in_flight(strategy.schedule, stage, strategy.pipeline_parallel, micro_batches),
+            embedding: parts.iter().any(|part| part.embedding),
+            layers: layers.next().expect("a stage has at least one part"),
+            further_layers: layers.collect(),
+            head: parts.iter().any(|part| part.head),
+            parameters_per_rank: stage_load(&blocks, strategy, parts, stage).parameters,
+            in_flight: in_flight(pipeline, stage),
             forward: time.forward,
             backward: time.backward,
-            memory: scored.memory[index].terms(),
-        });
-        first_layer = last_layer;
-    }
-    stages
+            memory: scored.memory[stage as usize].terms(),
+        }
+    };
+    held.zip(0..).map(stage).collect()
+}
+
+/// First layer and one past the last of each part, in model order; `counts` has those of the first stage first.
+fn part_layers(pipeline: Pipeline, counts: &[u64]) -> Vec<(u64, u64)> {
+    let mut next = 0;
+    let range = |place: u64| {
+        let (stage, part) = pipeline.stage_and_part(place);
+        let first = next;
+        next += counts[(stage * pipeline.virtual_stages + part) as usize];
+        (first, next)
+    };
+    (0..pipeline.num_parts()).map(range).collect()
 }
 
 fn remarks(request: &Request) -> Vec<String> {

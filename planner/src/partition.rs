@@ -1,33 +1,70 @@
-//! The split of layers into pipeline stages: the problem, and two independent solvers of it.
+//! The split of layers into pipeline stages, and which of them backward computes again: the problem, and two
+//! independent solvers of it.
 //!
 //! [`solve_by_threshold`] is exact and what the search uses; [`solve_by_integer_program`] states the
 //! same problem to a MILP solver and is the check on it.
 
+mod balance;
 mod integer_program;
+mod state;
+#[cfg(test)]
+mod tests;
 mod threshold;
 
-use cost_models::step::{
-    BlockTime, CostedBlock, PerBlock, Scenario, StageContent, StagePosition, stage_memory_of, stage_time, transfer_time,
-};
 use ir::model::MAX_LAYER_RUNS;
-use ir::strategy::Strategy;
 
 pub use integer_program::solve_by_integer_program;
-pub use threshold::{solve_by_threshold, solve_evenly, split_evenly, split_for_least_memory};
+pub use state::{recompute_to_fit, stage_contents, state_problem};
+pub use threshold::{can_split, solve_by_threshold, solve_evenly, split_evenly, split_for_least_memory};
 
 /// Layers of each run on one stage.
 pub type LayerCounts = [u64; MAX_LAYER_RUNS];
 
-/// Place the runs' layers in order on stages so that the slowest stage is as fast as possible and each
-/// stage stays within memory. Every stage holds at least one layer.
+/// Layers of a stage.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StageShare {
+    /// Of each run.
+    pub layers: LayerCounts,
+    /// Those of them that partial recomputation computes again.
+    pub recomputed: LayerCounts,
+}
+
+impl From<LayerCounts> for StageShare {
+    /// Nothing is computed again.
+    fn from(layers: LayerCounts) -> StageShare {
+        StageShare { layers, recomputed: LayerCounts::default() }
+    }
+}
+
+/// Which layers may be computed again so that a stage fits into memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Repeats {
+    /// None: what is recomputed is the same for all layers, and part of their coefficients.
+    Never,
+    /// So many of each stage, its first ones.
+    First(u64),
+    /// The same number of each stage's first ones, left open (Megatron-LM, `--recompute-num-layers`).
+    SameOnEachStage,
+    /// Any number on each stage.
+    PerStage,
+}
+
+/// Place the runs' layers in order on stages, and choose which of them are computed again, so that the slowest stage
+/// is as fast as possible, each stage stays within memory and holds its least number of layers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PartitionProblem {
     /// Layers of each run, in model order.
     pub layers: LayerCounts,
     /// Seconds of a layer of each run for one micro-batch.
     pub layer_time: [f64; MAX_LAYER_RUNS],
-    /// Stages, first to last.
+    /// Seconds more where the layer is computed again.
+    pub repeat_time: [f64; MAX_LAYER_RUNS],
+    /// Which layers may be computed again.
+    pub repeats: Repeats,
+    /// Stages, first to last, or parts of the model in its order where stages have several.
     pub stages: Vec<StageTerms>,
+    /// The stage that each of these lies on.
+    pub stage_of: Vec<usize>,
     /// Bytes that a rank may use.
     pub capacity: f64,
 }
@@ -35,161 +72,100 @@ pub struct PartitionProblem {
 /// What a stage costs beside its layers, and what a layer costs there.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StageTerms {
+    /// Fewest layers.
+    pub least_layers: u64,
     /// Seconds without any layer.
     pub fixed_time: f64,
     /// Bytes without any layer.
     pub fixed_memory: f64,
     /// Bytes of a layer of each run; more on early stages, which hold more micro-batches.
     pub layer_memory: [f64; MAX_LAYER_RUNS],
+    /// Bytes less where the layer is computed again.
+    pub saved_memory: [f64; MAX_LAYER_RUNS],
+    /// Bytes in which layers are computed again, once there is one.
+    pub repeat_memory: f64,
 }
 
 impl PartitionProblem {
-    /// Seconds of a stage that holds `counts`.
-    pub fn time(&self, stage: usize, counts: LayerCounts) -> f64 {
-        self.stages[stage].fixed_time + dot(counts, self.layer_time)
+    /// Whether stages hold several parts of the model.
+    pub fn has_parts(&self) -> bool {
+        self.stage_of.iter().max().is_some_and(|last| last + 1 < self.stages.len())
     }
 
-    /// Bytes of a stage that holds `counts`.
-    pub fn memory(&self, stage: usize, counts: LayerCounts) -> f64 {
-        self.stages[stage].fixed_memory + dot(counts, self.stages[stage].layer_memory)
+    /// Seconds of a stage that holds `share`.
+    pub fn time(&self, stage: usize, share: StageShare) -> f64 {
+        self.stages[stage].fixed_time + dot(share.layers, self.layer_time) + dot(share.recomputed, self.repeat_time)
+    }
+
+    /// Bytes of a stage that holds `share`.
+    pub fn memory(&self, stage: usize, share: StageShare) -> f64 {
+        let terms = &self.stages[stage];
+        let repeat = if share.recomputed == LayerCounts::default() { 0.0 } else { terms.repeat_memory };
+        let layers = dot(share.layers, terms.layer_memory);
+        terms.fixed_memory + layers + repeat - dot(share.recomputed, terms.saved_memory)
     }
 
     /// Seconds of the slowest stage.
-    pub fn slowest(&self, split: &[LayerCounts]) -> f64 {
-        split.iter().enumerate().map(|(stage, counts)| self.time(stage, *counts)).fold(0.0, f64::max)
+    pub fn slowest(&self, split: &[StageShare]) -> f64 {
+        split.iter().enumerate().map(|(stage, share)| self.time(stage, *share)).fold(0.0, f64::max)
+    }
+
+    /// Bytes of the fullest stage.
+    pub fn fullest(&self, split: &[StageShare]) -> f64 {
+        split.iter().enumerate().map(|(stage, share)| self.memory(stage, *share)).fold(0.0, f64::max)
+    }
+
+    /// Seconds of the mean stage with nothing computed again: no slowest stage is faster.
+    fn mean_time(&self) -> f64 {
+        let fixed: f64 = self.stages.iter().map(|stage| stage.fixed_time).sum();
+        (fixed + dot(self.layers, self.layer_time)) / self.stages.len() as f64
+    }
+
+    /// A time that no stage of so many layers beats.
+    fn fastest_of(&self, layers: u64) -> f64 {
+        let fixed = self.stages.iter().map(|stage| stage.fixed_time).fold(f64::INFINITY, f64::min);
+        let used = self.layers.into_iter().zip(self.layer_time).filter(|(count, _)| *count > 0);
+        fixed + layers as f64 * used.map(|(_, time)| time).fold(f64::INFINITY, f64::min)
+    }
+
+    /// The fastest way for a stage to hold layers within memory, or `None` if there is none.
+    ///
+    /// Complexity: O(layers of the first run) with recomputation open, else O(1).
+    fn share(&self, stage: usize, layers: LayerCounts) -> Option<StageShare> {
+        let whole = StageShare::from(layers);
+        let limit = self.capacity * (1.0 + threshold::TOLERANCE);
+        let fits = |share: &StageShare| self.memory(stage, *share) <= limit;
+        match self.repeats {
+            Repeats::Never => Some(whole).filter(fits),
+            Repeats::First(count) => {
+                let first = layers[0].min(count);
+                let recomputed = [first, layers[1].min(count - first)];
+                Some(StageShare { layers, recomputed }).filter(fits)
+            }
+            Repeats::PerStage | Repeats::SameOnEachStage if fits(&whole) => Some(whole),
+            Repeats::PerStage | Repeats::SameOnEachStage => {
+                let terms = &self.stages[stage];
+                let excess = self.memory(stage, whole) + terms.repeat_memory - limit;
+                self.cheapest_repeats(layers, excess, terms.saved_memory)
+                    .map(|recomputed| StageShare { layers, recomputed })
+            }
+        }
+    }
+
+    /// The layers that save `excess` bytes in the least time; of equally fast choices the one with fewest of the first
+    /// run.
+    fn cheapest_repeats(&self, layers: LayerCounts, excess: f64, saved: [f64; MAX_LAYER_RUNS]) -> Option<LayerCounts> {
+        let needed = |bytes: f64, each: f64| if bytes <= 0.0 { 0.0 } else { (bytes / each).ceil() };
+        let beside = layers[1] as f64 * saved[1];
+        let least = needed(excess - beside, saved[0]);
+        let choices = (least as u64..=layers[0]).filter_map(|first| {
+            let second = needed(excess - first as f64 * saved[0], saved[1]);
+            (second <= layers[1] as f64).then_some([first, second as u64])
+        });
+        choices.min_by(|a, b| dot(*a, self.repeat_time).total_cmp(&dot(*b, self.repeat_time)))
     }
 }
 
 fn dot(counts: LayerCounts, each: [f64; MAX_LAYER_RUNS]) -> f64 {
     counts.into_iter().zip(each).map(|(count, value)| count as f64 * value).sum()
-}
-
-/// States the problem for a strategy.
-///
-/// A stage's memory is linear in its layers but for the largest temporary, which is taken over all
-/// layers of the model; the coefficients are differences of the cost model's own formula.
-pub fn state_problem(
-    scenario: Scenario,
-    blocks: &PerBlock<CostedBlock>,
-    times: &PerBlock<BlockTime>,
-    strategy: &Strategy,
-    layers: LayerCounts,
-) -> PartitionProblem {
-    let count = strategy.pipeline_parallel;
-    let transfer = transfer_time(scenario, strategy, blocks);
-    let one_of_each = layers.map(|layers| layers.min(1));
-    let stages = (0..count).map(|stage| {
-        let content = |layers| StageContent { embedding: stage == 0, layers, head: stage + 1 == count };
-        let bytes = |layers| stage_memory_of(scenario, blocks, strategy, &content(layers), stage).device_use().0 as f64;
-        let base = bytes(one_of_each);
-        let mut terms = StageTerms { fixed_memory: base, ..StageTerms::default() };
-        for run in (0..MAX_LAYER_RUNS).filter(|run| one_of_each[*run] > 0) {
-            let mut more = one_of_each;
-            more[run] += 1;
-            terms.layer_memory[run] = bytes(more) - base;
-            terms.fixed_memory -= terms.layer_memory[run];
-        }
-        let position = StagePosition::of(stage, count);
-        let empty = content([0; MAX_LAYER_RUNS]);
-        terms.fixed_time = stage_time(&empty, times, position, transfer, scenario.machine).total().0;
-        terms
-    });
-    PartitionProblem {
-        layers,
-        layer_time: times.layers.map(|block| block.pass.total().0),
-        stages: stages.collect(),
-        capacity: scenario.machine.usable_memory().0 as f64,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    /// A chain like a transformer's: embedding work in front, head work behind, early stages heavier.
-    fn problem(
-        layers: LayerCounts,
-        stages: usize,
-        layer_time: [f64; 2],
-        ends: [f64; 2],
-        capacity: f64,
-    ) -> PartitionProblem {
-        let terms = |stage: usize| {
-            let front = if stage == 0 { ends[0] } else { 0.0 };
-            let back = if stage + 1 == stages { ends[1] } else { 0.0 };
-            let in_flight = (stages - stage) as f64;
-            StageTerms {
-                fixed_time: front + back,
-                fixed_memory: 1e9 * (1.0 + front),
-                layer_memory: [2e9 + 0.2e9 * in_flight, 3e9 + 0.3e9 * in_flight],
-            }
-        };
-        PartitionProblem { layers, layer_time, stages: (0..stages).map(terms).collect(), capacity }
-    }
-
-    fn check_split(problem: &PartitionProblem, split: &[LayerCounts]) {
-        let placed = split.iter().fold([0, 0], |sum, counts| [sum[0] + counts[0], sum[1] + counts[1]]);
-        assert_eq!(placed, problem.layers);
-        for (stage, counts) in split.iter().enumerate() {
-            assert!(counts.iter().sum::<u64>() >= 1, "stage {stage} is empty: {split:?}");
-            assert!(problem.memory(stage, *counts) <= problem.capacity * (1.0 + 1e-6), "stage {stage}: {split:?}");
-        }
-        let second = split.iter().position(|counts| counts[1] > 0).unwrap_or(split.len());
-        assert!(split.iter().skip(second + 1).all(|counts| counts[0] == 0), "runs are out of order: {split:?}");
-    }
-
-    fn compare(problem: &PartitionProblem) {
-        let [exact, program] = [solve_by_threshold(problem), solve_by_integer_program(problem)];
-        assert_eq!(exact.is_some(), program.is_some(), "{exact:?} against {program:?} for {problem:?}");
-        let (Some(exact), Some(program)) = (exact, program) else { return };
-        check_split(problem, &exact);
-        check_split(problem, &program);
-        let [a, b] = [problem.slowest(&exact), problem.slowest(&program)];
-        assert!((a / b - 1.0).abs() < 1e-6, "{a} by {exact:?}, {b} by {program:?}");
-    }
-
-    #[test]
-    fn bloom_gives_end_stages_one_layer_less() {
-        let problem = problem([70, 0], 12, [1.0, 0.0], [0.9, 0.9], f64::INFINITY);
-        let split = solve_by_threshold(&problem).expect("memory is unlimited");
-        let counts: Vec<u64> = split.iter().map(|counts| counts[0]).collect();
-        assert_eq!(counts, [5, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 5]);
-    }
-
-    #[test]
-    fn more_stages_than_layers_have_no_split() {
-        let problem = problem([3, 0], 4, [1.0, 0.0], [0.0, 0.0], f64::INFINITY);
-        assert_eq!(solve_by_threshold(&problem), None);
-        assert_eq!(split_for_least_memory(&problem), None);
-    }
-
-    #[test]
-    fn least_memory_is_no_more_than_the_fastest_split_has() {
-        let problem = problem([40, 0], 8, [1.0, 0.0], [0.5, 2.0], f64::INFINITY);
-        let fullest = |split: &[LayerCounts]| {
-            split.iter().enumerate().map(|(stage, counts)| problem.memory(stage, *counts)).fold(0.0, f64::max)
-        };
-        let [lean, fast] =
-            [split_for_least_memory(&problem), solve_by_threshold(&problem)].map(|split| split.expect("fits"));
-        assert!(fullest(&lean) < fullest(&fast));
-    }
-
-    proptest! {
-        #![proptest_config(ProptestConfig::with_cases(60))]
-        #[test]
-        fn one_run_agrees_with_the_integer_program(
-            layers in 1u64..60, stages in 1usize..9, front in 0.0f64..2.0, back in 0.0f64..3.0, memory in 10.0f64..120.0,
-        ) {
-            compare(&problem([layers, 0], stages, [1.0, 0.0], [front, back], memory * 1e9));
-        }
-
-        #[test]
-        fn two_runs_agree_with_the_integer_program(
-            dense in 1u64..4, experts in 1u64..16, stages in 1usize..5, ratio in 0.3f64..3.0, back in 0.0f64..3.0,
-            memory in 10.0f64..80.0,
-        ) {
-            compare(&problem([dense, experts], stages, [1.0, ratio], [0.2, back], memory * 1e9));
-        }
-    }
 }

@@ -14,7 +14,7 @@ use crate::error::Error;
 use crate::explain::no_plan;
 use crate::foreign::{Launch, Switches};
 use crate::lower::estimate;
-use crate::partition::LayerCounts;
+use crate::partition::{LayerCounts, StageShare};
 use crate::request::{FixedChoices, Request, check_request};
 use crate::search::{Scored, run_lengths, score_as_run, score_given_split, search};
 
@@ -123,7 +123,7 @@ fn predict(request: &Request, graph: &ModelGraph, launch: &Launch) -> Option<Pre
     let scored = match launch.layers.as_slice() {
         [] => score_as_run(request, graph, layout)?,
         parts => {
-            let split = stages_of(run_lengths(request), parts, layout.pipeline_parallel);
+            let split = shares_of(run_lengths(request), parts);
             score_given_split(request, graph, layout, &split)?
         }
     };
@@ -134,20 +134,18 @@ fn priced(request: &Request, graph: &ModelGraph, scored: Scored) -> Predicted {
     Predicted { estimate: estimate(request, graph, &scored), scored }
 }
 
-/// Layers of each run on each stage: part `i` in the model's order lies on stage `i` modulo the stages.
-fn stages_of(mut runs: LayerCounts, parts: &[u64], stages: u64) -> Vec<LayerCounts> {
-    let mut split = vec![[0; MAX_LAYER_RUNS]; stages as usize];
-    for (part, layers) in parts.iter().enumerate() {
-        let stage = &mut split[part % stages as usize];
+/// Layers of each run on each part, in the model's order.
+fn shares_of(mut runs: LayerCounts, parts: &[u64]) -> Vec<StageShare> {
+    let share = |layers: &u64| {
         let mut left = *layers;
-        for (count, run) in stage.iter_mut().zip(&mut runs) {
-            let taken = left.min(*run);
-            *count += taken;
-            *run -= taken;
+        StageShare::from(std::array::from_fn(|run| {
+            let taken = left.min(runs[run]);
+            runs[run] -= taken;
             left -= taken;
-        }
-    }
-    split
+            taken
+        }))
+    };
+    parts.iter().map(share).collect()
 }
 
 /// What switches that the configuration leaves off would gain with the same layout.
@@ -181,15 +179,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_go_round_the_stages() {
-        let rows: [(LayerCounts, &[u64], u64, &[LayerCounts]); 4] = [
-            ([8, 0], &[3, 5], 2, &[[3, 0], [5, 0]]),
-            ([8, 0], &[2, 2, 2, 2], 2, &[[4, 0], [4, 0]]),
-            ([3, 5], &[2, 2, 2, 2], 2, &[[2, 2], [1, 3]]),
-            ([1, 6], &[1, 2, 3, 1], 4, &[[1, 0], [0, 2], [0, 3], [0, 1]]),
+    fn parts_take_layers_in_order() {
+        let rows: [(LayerCounts, &[u64], &[LayerCounts]); 3] = [
+            ([8, 0], &[3, 5], &[[3, 0], [5, 0]]),
+            ([3, 5], &[2, 2, 2, 2], &[[2, 0], [1, 1], [0, 2], [0, 2]]),
+            ([1, 6], &[1, 2, 3, 1], &[[1, 0], [0, 2], [0, 3], [0, 1]]),
         ];
-        for (runs, parts, stages, expected) in rows {
-            assert_eq!(stages_of(runs, parts, stages), expected, "{runs:?} in {parts:?}");
+        for (runs, parts, expected) in rows {
+            let found: Vec<LayerCounts> = shares_of(runs, parts).into_iter().map(|share| share.layers).collect();
+            assert_eq!(found, expected, "{runs:?} in {parts:?}");
         }
     }
 }

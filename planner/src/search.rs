@@ -9,14 +9,15 @@ use cost_models::step::{
 };
 use ir::graph::ModelGraph;
 use ir::model::{MAX_LAYER_RUNS, layer_runs};
+use ir::pipeline::Pipeline;
 use ir::plan::StopReason;
 use ir::sharding::split_of;
-use ir::strategy::Strategy;
+use ir::strategy::{Recompute, Strategy};
 use ir::units::{Bytes, Seconds};
 
 use crate::partition::{
-    LayerCounts, PartitionProblem, solve_by_threshold, solve_evenly, split_evenly, split_for_least_memory,
-    state_problem,
+    LayerCounts, PartitionProblem, StageShare, recompute_to_fit, solve_by_threshold, solve_evenly, split_evenly,
+    split_for_least_memory, stage_contents, state_problem,
 };
 use crate::request::Request;
 use crate::space::{Pruning, Rejection, Space, enumerate};
@@ -27,7 +28,7 @@ use crate::watch::Watch;
 pub struct Scored {
     /// The layout.
     pub strategy: Strategy,
-    /// What each stage holds.
+    /// What each part of the model holds, those of the first stage first.
     pub contents: Vec<StageContent>,
     /// Predicted step.
     pub prediction: StepPrediction,
@@ -169,7 +170,7 @@ fn bound_candidates(scenario: Scenario, space: &Space, table: &BlockTable, layer
 }
 
 /// The fastest split that fits, of those that the stack offers.
-fn fastest_split(scenario: Scenario, problem: &PartitionProblem) -> Option<Vec<LayerCounts>> {
+fn fastest_split(scenario: Scenario, problem: &PartitionProblem) -> Option<Vec<StageShare>> {
     match scenario.machine.stack.offers.uneven_stages {
         true => solve_by_threshold(problem),
         false => solve_evenly(problem),
@@ -187,7 +188,7 @@ fn score(request: &Request, scenario: Scenario, blocks: &PerBlock<CostedBlock>, 
 
 /// Predicts one layout, whether or not it fits: with the split that fits and is fastest, else the fastest.
 ///
-/// `None` if the tensor degree cannot split the model or no stage split exists.
+/// `None` if the tensor degree cannot split the model, no stage split exists, or the schedule has no order for it.
 pub fn score_layout(request: &Request, graph: &ModelGraph, strategy: &Strategy) -> Option<Scored> {
     let scenario = scenario(request, graph);
     let (blocks, times) = costs_of(request, scenario, strategy)?;
@@ -199,7 +200,7 @@ pub fn score_layout(request: &Request, graph: &ModelGraph, strategy: &Strategy) 
 
 /// Predicts a layout as people run it: with equal stages where the layers divide, else with the fastest split.
 ///
-/// `None` if the tensor degree cannot split the model or no stage split exists.
+/// `None` if the tensor degree cannot split the model, no stage split exists, or the schedule has no order for it.
 pub fn score_as_run(request: &Request, graph: &ModelGraph, strategy: &Strategy) -> Option<Scored> {
     let scenario = scenario(request, graph);
     let (blocks, times) = costs_of(request, scenario, strategy)?;
@@ -208,7 +209,8 @@ pub fn score_as_run(request: &Request, graph: &ModelGraph, strategy: &Strategy) 
         let problem = state_problem(scenario, &blocks, &times, strategy, layers);
         solve_by_threshold(&PartitionProblem { capacity: f64::INFINITY, ..problem })
     };
-    let split = split_evenly(layers, strategy.pipeline_parallel).or_else(fastest)?;
+    let even = split_evenly(layers, Pipeline::of(strategy).num_parts());
+    let split = even.map(|split| split.into_iter().map(StageShare::from).collect()).or_else(fastest)?;
     Some(score_split(scenario, &blocks, &times, strategy, &split))
 }
 
@@ -219,7 +221,7 @@ pub fn score_given_split(
     request: &Request,
     graph: &ModelGraph,
     strategy: &Strategy,
-    split: &[LayerCounts],
+    split: &[StageShare],
 ) -> Option<Scored> {
     let scenario = scenario(request, graph);
     let (blocks, times) = costs_of(request, scenario, strategy)?;
@@ -238,7 +240,10 @@ fn costs_of(
     scenario: Scenario,
     strategy: &Strategy,
 ) -> Option<(PerBlock<CostedBlock>, PerBlock<BlockTime>)> {
-    let split = split_of(&request.model, strategy).ok()?;
+    let pipeline = Pipeline::of(strategy);
+    let ordered = pipeline.schedule.allows_virtual_stages(pipeline.virtual_stages)
+        && pipeline.schedule.allows_micro_batches(pipeline.micro_batches, pipeline.num_stages);
+    let split = split_of(&request.model, strategy).ok().filter(|_| ordered)?;
     let blocks = costed_blocks(scenario, split, strategy.micro_batch);
     Some((blocks, block_times(scenario, &blocks, strategy)))
 }
@@ -249,24 +254,25 @@ fn score_split(
     blocks: &PerBlock<CostedBlock>,
     times: &PerBlock<BlockTime>,
     strategy: &Strategy,
-    split: &[LayerCounts],
+    split: &[StageShare],
 ) -> Scored {
-    let count = split.len();
-    let content = |(stage, layers): (usize, &LayerCounts)| StageContent {
-        embedding: stage == 0,
-        layers: *layers,
-        head: stage + 1 == count,
-    };
-    let contents: Vec<StageContent> = split.iter().enumerate().map(content).collect();
-    let memory =
-        |(stage, content): (usize, &StageContent)| stage_memory_of(scenario, blocks, strategy, content, stage as u64);
+    let mut contents = stage_contents(strategy, split);
+    if strategy.virtual_stages > 1 {
+        recompute_to_fit(scenario, blocks, strategy, &mut contents);
+    }
+    let parts = contents.chunks(strategy.virtual_stages as usize);
+    let memory = |(parts, stage): (&[StageContent], u64)| stage_memory_of(scenario, blocks, strategy, parts, stage);
     Scored {
         strategy: Strategy {
-            layers_per_stage: split.iter().map(|layers| layers.iter().sum()).collect(),
+            layers_per_stage: contents.iter().map(|content| content.layers.iter().sum()).collect(),
+            recomputed_layers: match strategy.recompute {
+                Recompute::Partial => contents.iter().map(|content| content.recomputed.iter().sum()).collect(),
+                Recompute::None | Recompute::Selective | Recompute::Full => Vec::new(),
+            },
             ..strategy.clone()
         },
         prediction: predict_step(scenario, blocks, times, strategy, &contents),
-        memory: contents.iter().enumerate().map(memory).collect(),
+        memory: parts.zip(0..).map(memory).collect(),
         contents,
     }
 }
@@ -284,7 +290,7 @@ pub fn nearest_miss(request: &Request, graph: &ModelGraph) -> Option<Scored> {
         let blocks = blocks_of(table, &candidate.strategy);
         state_problem(scenario, blocks, &candidate.times, &candidate.strategy, run_lengths(request))
     };
-    let predicted = |candidate: &Bounded, split: Option<Vec<LayerCounts>>| {
+    let predicted = |candidate: &Bounded, split: Option<Vec<StageShare>>| {
         let blocks = blocks_of(table, &candidate.strategy);
         Some(score_split(scenario, blocks, &candidate.times, &candidate.strategy, &split?))
     };

@@ -5,7 +5,7 @@
 
 use cost_models::flops::step_flops;
 use ir::graph::{ModelGraph, build_graph};
-use ir::model::{Attention, FeedForward, ModelSpec, check_model};
+use ir::model::{Attention, FeedForward, MAX_LAYER_RUNS, ModelSpec, check_model};
 use ir::strategy::{Recompute, Strategy};
 
 use crate::request::Request;
@@ -56,7 +56,7 @@ pub fn shape_advice(request: &Request, graph: &ModelGraph, winner: &Scored, watc
     let (model, split) = (&request.model, winner.strategy.tensor_parallel);
     let fields = [heads(model), widths(model, split), intermediates(model, split)];
     let rate = |graph: &ModelGraph, scored: &Scored| {
-        scored.prediction.step.0 / step_flops(graph, request.workload, Recompute::None).model.0
+        scored.prediction.step.0 / step_flops(graph, request.workload, Recompute::None, [0; MAX_LAYER_RUNS]).model.0
     };
     let gain = |candidate: &Candidate| {
         let (graph_of, scored) = score_changed(request, &candidate.model, &winner.strategy)?;

@@ -192,18 +192,24 @@ fn enumerate_mesh(request: &Request, choices: &Choices, degrees: [u64; 3], space
                         shard_group: data_parallel,
                         micro_batch,
                         global_batch: request.workload.global_batch,
-                        virtual_stages: 1,
+                        virtual_stages: fewest_parts(choices.schedule),
                         schedule: choices.schedule,
                         recompute,
                         sequence_parallel,
                         offload_optimizer: false,
                         layers_per_stage: Vec::new(),
+                        recomputed_layers: Vec::new(),
                     };
                     sort_in(request, choices, strategy, space);
                 }
             }
         }
     }
+}
+
+/// The fewest parts of the model on each stage that a schedule allows.
+fn fewest_parts(schedule: ScheduleKind) -> u64 {
+    if schedule.allows_virtual_stages(1) { 1 } else { 2 }
 }
 
 /// Puts a layout where it belongs; the first rule that applies counts it.
@@ -225,8 +231,13 @@ fn reject_layout(request: &Request, strategy: &Strategy) -> Option<Rejection> {
     let workload = &request.workload;
     let with_pipeline = &request.machine.stack.offers.pipeline_zero_stages;
     let per_replica = strategy.micro_batch * strategy.data_parallel;
-    if !workload.global_batch.is_multiple_of(per_replica) {
+    let whole = |strategy: &Strategy| {
+        strategy.schedule.allows_micro_batches(strategy.num_micro_batches(), strategy.pipeline_parallel)
+    };
+    if !workload.global_batch.is_multiple_of(per_replica) || !whole(strategy) {
         Some(Rejection::BatchNotDivisible)
+    } else if strategy.pipeline_parallel * strategy.virtual_stages > request.model.num_layers {
+        Some(Rejection::MoreStagesThanLayers)
     } else if strategy.sequence_parallel && !workload.sequence_length.is_multiple_of(strategy.tensor_parallel) {
         Some(Rejection::SequenceNotDivisible)
     } else if strategy.pipeline_parallel > 1 && !with_pipeline.contains(&strategy.zero_stage) {

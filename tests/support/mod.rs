@@ -63,6 +63,7 @@ pub fn layout(tensor_parallel: u64, pipeline_parallel: u64, data_parallel: u64, 
         sequence_parallel: false,
         offload_optimizer: false,
         layers_per_stage: Vec::new(),
+        recomputed_layers: Vec::new(),
     }
 }
 

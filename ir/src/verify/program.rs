@@ -11,7 +11,7 @@ use crate::placement::Placement;
 use crate::plan::{Executable, MemoryTerm, Plan};
 use crate::program::Program;
 use crate::sharding::TensorSplit;
-use crate::strategy::Recompute;
+use crate::strategy::{Recompute, not_programmed};
 use crate::units::Bytes;
 
 /// Most by which values counted from a program may exceed the plan's terms, relative to them.
@@ -33,6 +33,10 @@ pub fn check_program(plan: &Plan, graph: &ModelGraph, split: TensorSplit, stages
     }
     if let Some(reason) = undifferentiable(&plan.model) {
         check.report(format!("programs of this model cannot be checked: {reason}"), "program", EDITED);
+        return;
+    }
+    if let Some(reason) = not_programmed(&plan.strategy) {
+        check.report(format!("programs of this strategy cannot be checked: {reason}"), "program", EDITED);
         return;
     }
     check.expect(program.bodies.len(), graph.blocks.len(), "program.bodies", "number of bodies");

@@ -8,10 +8,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Check, EDITED};
+use crate::pipeline::{Pipeline, in_flight};
 use crate::plan::{Plan, Stage};
 use crate::program::{Conversion, Direction, ParameterRef, Program};
 use crate::schedule::{Pass, unroll};
-use crate::strategy::ScheduleKind;
 
 /// A block of a stage: body and layer.
 type Call = (u32, u64);
@@ -157,9 +157,9 @@ fn walker(plan: &Plan, program: &Program, index: usize, micro_batches: u64, kind
     let most_parameters = parameters.iter().copied().max().unwrap_or(0) as usize;
     let limit = (2 * chain.len() + 4) * micro_batches as usize * 2 + chain.len() * most_parameters + 64;
     let behind = (plan.stages.len() - index) as u64;
-    let most_in_flight = match (kind, plan.strategy.schedule) {
-        (Kind::Evaluation, _) | (_, ScheduleKind::GPipe) => u64::MAX,
-        (Kind::Training, ScheduleKind::OneForwardOneBackward) => behind,
+    let most_in_flight = match kind {
+        Kind::Evaluation => u64::MAX,
+        Kind::Training => in_flight(Pipeline { micro_batches, ..Pipeline::of(&plan.strategy) }, index as u64),
     };
     Ok(Walker {
         index,

@@ -33,6 +33,9 @@ pub fn schedule_stages(
         let schedule = match strategy.schedule {
             ScheduleKind::GPipe => all_forward_first(&stage),
             ScheduleKind::OneForwardOneBackward => one_forward_one_backward(&stage, count - number - 1),
+            ScheduleKind::Interleaved | ScheduleKind::ZeroBubbleH1 | ScheduleKind::ZeroBubbleV => {
+                unreachable!("`not_programmed` keeps these from the compiler")
+            }
         };
         let pass = forward_pass(&stage, &moving(Count::Fixed(0)));
         let evaluation = vec![StageInstruction::Repeat(Count::MicroBatches, pass)];

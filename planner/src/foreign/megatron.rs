@@ -9,7 +9,7 @@ mod model;
 mod stages;
 
 use ir::model::{Workload, check_model};
-use ir::strategy::Strategy;
+use ir::strategy::{ScheduleKind, Strategy};
 
 use super::flags::Flags;
 use super::others::Others;
@@ -54,7 +54,8 @@ pub fn read_megatron(text: &str, origin: &str, launcher: &Launcher) -> Result<La
         return Err(Error::BadInput(flags.problems));
     };
     let parts = stages::split(&mut flags, fork, &model, &layout, &mut settings);
-    let layout = Strategy { virtual_stages: parts.virtual_stages, ..layout };
+    let schedule = if parts.virtual_stages > 1 { ScheduleKind::Interleaved } else { layout.schedule };
+    let layout = Strategy { virtual_stages: parts.virtual_stages, schedule, ..layout };
     let sequence_length = layout::read_sequence(&mut flags, &model, launcher);
     let workload = Workload { sequence_length, global_batch: layout.global_batch };
     sort_rest(&mut flags, origin, &mut settings);

@@ -73,6 +73,11 @@ pub(super) fn layout_problems(model: &ModelSpec, workload: Workload, layout: &St
         let what = format!("{} is {}", names.global_batch, layout.global_batch);
         problems.push(names.problem(what, names.global_batch, format!("give at most {SIZE_LIMIT} sequences")));
     }
+    if problems.is_empty() && !layout.schedule.allows_micro_batches(layout.num_micro_batches(), layout.pipeline_parallel) {
+        let (batches, stages) = (layout.num_micro_batches(), layout.pipeline_parallel);
+        let what = format!("{batches} micro-batches are not whole groups of {stages}, which interleaved stages need");
+        problems.push(names.problem(what, names.global_batch, "give a multiple of the stages, or one part a stage"));
+    }
     let stages = layout.pipeline_parallel.saturating_mul(layout.virtual_stages);
     if stages > model.num_layers {
         let what = format!("{stages} stages for {} layers", model.num_layers);

@@ -76,7 +76,7 @@ pub fn read_torchtitan(text: &str, origin: &str, launcher: &Launcher) -> Result<
         micro_batch: batch[0],
         global_batch: batch[1],
         virtual_stages: parts.virtual_stages,
-        schedule: schedule.kind(),
+        schedule: if parts.virtual_stages > 1 { ScheduleKind::Interleaved } else { schedule.kind() },
         recompute: read_recompute(&mut file, &mut settings),
         sequence_parallel: axes.tensor > 1 && tensor_sequence,
         offload_optimizer: read_offload(&mut file, &mut settings),
@@ -304,7 +304,7 @@ fn read_dtype(file: &mut Tree) -> DType {
 }
 
 impl Schedule {
-    /// The order of micro-batches that stands for it.
+    /// The order of micro-batches that stands for it with one part on each stage.
     fn kind(self) -> ScheduleKind {
         match self {
             Schedule::GPipe => ScheduleKind::GPipe,

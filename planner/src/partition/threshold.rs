@@ -1,27 +1,69 @@
 //! Exact solver: the least stage time for which filling stages from the back succeeds.
 //!
-//! The slowest stage's time is one of finitely many sums. For a given limit, giving each stage from the
-//! last to the first as many layers as time and memory allow succeeds if anything does: both grow with
-//! every layer, and what a stage takes only relieves the stages before it. Filling from the back also
-//! leaves early stages, which hold the most micro-batches, the fewest layers among equally fast splits.
+//! For a given limit, giving each stage from the last to the first as many layers as time and memory allow succeeds if
+//! anything does: time and memory grow with every layer, also where layers are computed again to fit, and what a stage
+//! takes only relieves the stages before it. Filling from the back also leaves early stages, which hold the most
+//! micro-batches, the fewest layers among equally fast splits.
 
-use super::{LayerCounts, PartitionProblem};
+use super::balance::split_into_parts;
+use super::{LayerCounts, PartitionProblem, Repeats, StageShare};
 
 /// Relative tolerance of time and memory comparisons: sums in another order differ in the last bits.
-const TOLERANCE: f64 = 1e-9;
+pub(super) const TOLERANCE: f64 = 1e-9;
 
-/// The split whose slowest stage is fastest, or `None` if no split fits into memory.
-///
-/// Complexity: O(L log L + stages · L) for L layers, L² in place of L for two runs.
-pub fn solve_by_threshold(problem: &PartitionProblem) -> Option<Vec<LayerCounts>> {
-    let whole = fill(problem, f64::INFINITY)?;
-    let limits = stage_times(problem, problem.slowest(&whole));
-    let feasible = |limit: &f64| fill(problem, *limit).is_none();
-    let least = limits.partition_point(feasible);
-    match limits.get(least) {
-        Some(limit) => fill(problem, *limit),
-        None => Some(whole),
+/// The split whose slowest stage is fastest, or `None` if no split fits into memory; with several parts a stage the one
+/// of [`split_into_parts`].
+pub fn solve_by_threshold(problem: &PartitionProblem) -> Option<Vec<StageShare>> {
+    match problem.repeats {
+        _ if problem.has_parts() => split_into_parts(problem),
+        Repeats::SameOnEachStage => same_on_each_stage(problem),
+        Repeats::Never | Repeats::First(_) | Repeats::PerStage => least_limit(problem),
     }
+}
+
+/// Halves the interval of possible limits; a success lowers its upper end to the time of the slowest stage found, a
+/// failure raises its lower end to the least time that would have let any stage take one layer more. The ends meet at
+/// the slowest stage's exact time. Complexity: O(stages · log L) for each limit, of which there are a few tens at most.
+fn least_limit(problem: &PartitionProblem) -> Option<Vec<StageShare>> {
+    let mut best = fill(problem, f64::INFINITY).ok()?;
+    let mut high = problem.slowest(&best);
+    let mut low = problem.mean_time();
+    while low < high * (1.0 - TOLERANCE) {
+        let middle = low + (high - low) / 2.0;
+        match fill(problem, middle) {
+            Ok(split) => {
+                high = problem.slowest(&split).min(middle);
+                best = split;
+            }
+            Err(next) => low = next,
+        }
+    }
+    Some(best)
+}
+
+/// The number of layers that each stage computes again is tried from the least that fits on; only a number under
+/// which stages could be faster is solved for, and none beyond what the slowest stage can hold makes a difference.
+fn same_on_each_stage(problem: &PartitionProblem) -> Option<Vec<StageShare>> {
+    let with = |first| PartitionProblem { repeats: Repeats::First(first), ..problem.clone() };
+    let all: u64 = problem.layers.iter().sum();
+    let fits = |first: u64| fill(&with(first), f64::INFINITY).is_ok();
+    // From one layer on, each more needs less memory; the first needs room to be computed again in.
+    let least = if fits(0) { 0 } else { first_allowed(1, all, fits) };
+    let mut best = least_limit(&with(least))?;
+    let most_layers = |split: &[StageShare]| -> u64 {
+        let slowest = problem.slowest(split);
+        (0..=all).take_while(|count| problem.fastest_of(*count) <= slowest).last().unwrap_or(0)
+    };
+    for first in least + 1.. {
+        if first > most_layers(&best) {
+            return Some(best);
+        }
+        let faster = problem.slowest(&best) * (1.0 - 4.0 * TOLERANCE);
+        if fill(&with(first), faster).is_ok() {
+            best = least_limit(&with(first))?;
+        }
+    }
+    None
 }
 
 /// The split with equal numbers of layers, if there is one.
@@ -33,65 +75,76 @@ pub fn split_evenly(layers: LayerCounts, stages: u64) -> Option<Vec<LayerCounts>
 }
 
 /// The split with equal numbers of layers, if there is one and it fits into memory.
-pub fn solve_evenly(problem: &PartitionProblem) -> Option<Vec<LayerCounts>> {
+pub fn solve_evenly(problem: &PartitionProblem) -> Option<Vec<StageShare>> {
     let split = split_evenly(problem.layers, problem.stages.len() as u64)?;
-    let fits = |(stage, counts): (usize, &LayerCounts)| fits(problem, stage, *counts);
-    split.iter().enumerate().all(fits).then_some(split)
+    let with = |repeats: Repeats| -> Option<Vec<StageShare>> {
+        let problem = PartitionProblem { repeats, ..problem.clone() };
+        split.iter().enumerate().map(|(stage, counts)| problem.share(stage, *counts)).collect()
+    };
+    match problem.repeats {
+        Repeats::SameOnEachStage => (0..=problem.layers.iter().sum()).find_map(|first| with(Repeats::First(first))),
+        repeats => with(repeats),
+    }
 }
 
 /// The split whose fullest stage has the least memory; `None` if there are fewer layers than stages.
-pub fn split_for_least_memory(problem: &PartitionProblem) -> Option<Vec<LayerCounts>> {
-    let bounded = |capacity| fill(&PartitionProblem { capacity, ..problem.clone() }, f64::INFINITY);
+pub fn split_for_least_memory(problem: &PartitionProblem) -> Option<Vec<StageShare>> {
+    let bounded = |capacity| any_split(&PartitionProblem { capacity, ..problem.clone() });
     let mut best = bounded(f64::INFINITY)?;
-    let fullest = |split: &[LayerCounts]| {
-        split.iter().enumerate().map(|(stage, counts)| problem.memory(stage, *counts)).fold(0.0, f64::max)
-    };
     // Each success lowers the bound by more than the tolerance, so the loop ends.
-    while let Some(split) = bounded(fullest(&best) * (1.0 - 4.0 * TOLERANCE)) {
+    while let Some(split) = bounded(problem.fullest(&best) * (1.0 - 4.0 * TOLERANCE)) {
         best = split;
     }
     Some(best)
 }
 
-/// All times that a stage can take, sorted, from the mean stage's to `most`.
-fn stage_times(problem: &PartitionProblem, most: f64) -> Vec<f64> {
-    let fixed: f64 = problem.stages.iter().map(|stage| stage.fixed_time).sum();
-    let mean = (fixed + super::dot(problem.layers, problem.layer_time)) / problem.stages.len() as f64;
-    let mut fixed_times: Vec<f64> = problem.stages.iter().map(|stage| stage.fixed_time).collect();
-    fixed_times.sort_by(f64::total_cmp);
-    fixed_times.dedup();
-    let mut times = Vec::new();
-    for first in 0..=problem.layers[0] {
-        for second in 0..=problem.layers[1] {
-            let layers = super::dot([first, second], problem.layer_time);
-            let all = fixed_times.iter().map(|fixed| fixed + layers);
-            times.extend(all.filter(|time| *time >= mean * (1.0 - TOLERANCE) && *time <= most * (1.0 + TOLERANCE)));
+/// Whether some split fits into memory. Complexity: O(stages · log L).
+pub fn can_split(problem: &PartitionProblem) -> bool {
+    any_split(problem).is_some()
+}
+
+/// A split that fits.
+fn any_split(problem: &PartitionProblem) -> Option<Vec<StageShare>> {
+    match problem.repeats {
+        Repeats::SameOnEachStage => {
+            let with = |first| PartitionProblem { repeats: Repeats::First(first), ..problem.clone() };
+            let all = problem.layers.iter().sum();
+            [0, all].into_iter().find_map(|first| fill(&with(first), f64::INFINITY).ok())
         }
+        Repeats::Never | Repeats::First(_) | Repeats::PerStage => fill(problem, f64::INFINITY).ok(),
     }
-    times.sort_by(f64::total_cmp);
-    times.dedup();
-    times
 }
 
 /// Fills stages from the back under a time limit.
-fn fill(problem: &PartitionProblem, limit: f64) -> Option<Vec<LayerCounts>> {
-    let mut split = vec![LayerCounts::default(); problem.stages.len()];
+///
+/// # Errors
+/// The least time above the limit that would let a stage take one layer more: under all limits below it stages are
+/// filled alike.
+fn fill(problem: &PartitionProblem, limit: f64) -> Result<Vec<StageShare>, f64> {
+    let mut split = vec![StageShare::default(); problem.stages.len()];
     let mut end: u64 = problem.layers.iter().sum();
+    let mut before: u64 = problem.stages.iter().map(|stage| stage.least_layers).sum();
+    let mut next = f64::INFINITY;
     for stage in (0..problem.stages.len()).rev() {
+        let own = problem.stages[stage].least_layers;
+        before -= own;
+        let share = |start: u64| problem.share(stage, counts_between(problem.layers, start, end));
         let allowed = |start: u64| {
-            let counts = counts_between(problem.layers, start, end);
-            problem.time(stage, counts) <= limit * (1.0 + TOLERANCE) && fits(problem, stage, counts)
+            share(start).filter(|share| problem.time(stage, *share) <= limit * (1.0 + TOLERANCE)).is_some()
         };
-        let least = stage as u64;
-        let most = end.checked_sub(1)?;
-        if most < least || !allowed(most) {
-            return None;
+        let needed = |start: u64| share(start).map_or(f64::INFINITY, |share| problem.time(stage, share));
+        let Some(most) = end.checked_sub(own).filter(|most| *most >= before) else { return Err(next) };
+        if !allowed(most) {
+            return Err(next.min(needed(most)));
         }
-        let start = first_allowed(least, most, allowed);
-        split[stage] = counts_between(problem.layers, start, end);
+        let start = first_allowed(before, most, allowed);
+        if start > before {
+            next = next.min(needed(start - 1));
+        }
+        split[stage] = share(start).unwrap_or_default();
         end = start;
     }
-    (end == 0).then_some(split)
+    if end == 0 { Ok(split) } else { Err(next) }
 }
 
 /// The smallest value in `low..=high` that is allowed, where `high` is and all above an allowed one are.
@@ -105,10 +158,6 @@ fn first_allowed(mut low: u64, mut high: u64, allowed: impl Fn(u64) -> bool) -> 
         }
     }
     high
-}
-
-fn fits(problem: &PartitionProblem, stage: usize, counts: LayerCounts) -> bool {
-    problem.memory(stage, counts) <= problem.capacity * (1.0 + TOLERANCE)
 }
 
 /// Layers of each run among the layers `start..end` of the model.

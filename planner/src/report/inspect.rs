@@ -120,8 +120,12 @@ fn stage_table(plan: &Plan) -> String {
 }
 
 fn content(stage: &Stage) -> String {
-    let (first, end) = stage.layers;
-    let layers = if end - first == 1 { format!("layer {first}") } else { format!("layers {first}-{}", end - 1) };
+    let part = |(first, end): (u64, u64)| match end - first {
+        0 => "no layer".to_owned(),
+        1 => format!("layer {first}"),
+        _ => format!("layers {first}-{}", end - 1),
+    };
+    let layers = stage.parts().map(part).collect::<Vec<_>>().join(", ");
     let ends = [(stage.embedding, "embedding + "), (stage.head, " + head")];
     let shown = |(held, text): (bool, &'static str)| if held { text } else { "" };
     format!("{}{layers}{}", shown(ends[0]), shown(ends[1]))
@@ -154,7 +158,7 @@ fn held_blocks<'a>(plan: &'a Plan, stage: &Stage) -> Vec<&'a str> {
             "head" => stage.head,
             _ => {
                 let end = start + block.count;
-                let overlaps = stage.layers.0 < end && start < stage.layers.1;
+                let overlaps = stage.parts().any(|(first, last)| first < end && start < last);
                 start = end;
                 overlaps
             }

@@ -189,6 +189,7 @@ fn stage_value(stage: &ir::plan::Stage) -> Value {
         "ranks": [stage.ranks.0, stage.ranks.1],
         "embedding": stage.embedding,
         "layers": [stage.layers.0, stage.layers.1],
+        "further_layers": stage.further_layers,
         "head": stage.head,
         "parameters_per_rank": stage.parameters_per_rank,
         "in_flight": stage.in_flight,

@@ -262,8 +262,19 @@ fn layouts_of(run: &Run, machine: &Machine) -> Result<Vec<Strategy>, String> {
         Some(stated) => *recompute == stated,
         None => machine.stack.offers.recompute.contains(recompute),
     };
+    let parts = run.vpp.unwrap_or(1);
+    let schedule = if parts > 1 { ScheduleKind::Interleaved } else { ScheduleKind::OneForwardOneBackward };
+    let layers = needed(run.layers, "layers")?;
+    // Of many parts the first and the last may hold no layer beside the embedding and the head.
+    if parts > 1 && pipeline.checked_mul(parts).is_none_or(|parts| parts > layers + 2) {
+        return Err(format!("{layers} layers do not fill {parts} parts on each of {pipeline} stages"));
+    }
+    let whole = |size: &u64| schedule.allows_micro_batches(batch / (size * data), pipeline);
+    if !micro_batches.iter().any(whole) {
+        return Err(format!("its micro-batches are not whole groups of {pipeline}, which interleaved stages need"));
+    }
     let mut layouts = Vec::new();
-    for micro_batch in micro_batches {
+    for micro_batch in micro_batches.into_iter().filter(whole) {
         for recompute in Recompute::ALL.into_iter().filter(possible) {
             layouts.push(Strategy {
                 tensor_parallel: tensor,
@@ -275,12 +286,13 @@ fn layouts_of(run: &Run, machine: &Machine) -> Result<Vec<Strategy>, String> {
                 shard_group: data,
                 micro_batch,
                 global_batch: batch,
-                virtual_stages: run.vpp.unwrap_or(1),
-                schedule: ScheduleKind::OneForwardOneBackward,
+                virtual_stages: parts,
+                schedule,
                 recompute,
                 sequence_parallel: run.sequence_parallel.unwrap_or(false) && tensor > 1,
                 offload_optimizer: false,
                 layers_per_stage: Vec::new(),
+                recomputed_layers: Vec::new(),
             });
         }
     }

@@ -104,7 +104,7 @@ pub fn resolve(plan: &Plan, split: TensorSplit, body: &Body, place: &RankPlace) 
     };
     let pass = match plan.strategy.recompute {
         Recompute::None => Pass::Backward,
-        Recompute::Selective | Recompute::Full => Pass::RepeatingBackward,
+        Recompute::Selective | Recompute::Full | Recompute::Partial => Pass::RepeatingBackward,
     };
     RankBody {
         values: (0..body.values.len() as u32).map(|value| context.local_value(ValueId(value))).collect(),

@@ -182,6 +182,7 @@ mod tests {
             sequence_parallel: false,
             offload_optimizer: false,
             layers_per_stage: vec![1],
+            recomputed_layers: Vec::new(),
         }
     }
 

@@ -216,6 +216,11 @@ enum ScheduleOption {
     Gpipe,
     #[value(name = "1f1b")]
     OneForwardOneBackward,
+    Interleaved,
+    #[value(name = "zb-h1")]
+    ZeroBubbleH1,
+    #[value(name = "zb-v")]
+    ZeroBubbleV,
 }
 
 impl FixedOptions {
@@ -231,6 +236,9 @@ impl FixedOptions {
             schedule: self.schedule.map(|choice| match choice {
                 ScheduleOption::Gpipe => ScheduleKind::GPipe,
                 ScheduleOption::OneForwardOneBackward => ScheduleKind::OneForwardOneBackward,
+                ScheduleOption::Interleaved => ScheduleKind::Interleaved,
+                ScheduleOption::ZeroBubbleH1 => ScheduleKind::ZeroBubbleH1,
+                ScheduleOption::ZeroBubbleV => ScheduleKind::ZeroBubbleV,
             }),
             sequence_parallel: self.sequence_parallel,
         }

@@ -1,0 +1,97 @@
+//! Matrix products of a block: their shapes on one rank and their times.
+
+use hardware_profiles::device::MatmulFormat;
+use ir::graph::{Block, BlockRole, Dim, DimName, OperatorKind};
+use ir::units::Seconds;
+use petgraph::graph::NodeIndex;
+
+use super::BlockCase;
+use crate::matmul::{MatmulShape, matmul_time};
+
+/// Times of a product, and of the products for the gradients of its left and its right operand.
+pub fn product_times(product: &Product, case: BlockCase) -> [Seconds; 3] {
+    let time = |shape| matmul_time(shape, product.format, case.dtype, case.machine);
+    let shape = product.shape;
+    let experts = case.machine.stack.kernels.experts.as_ref().filter(|_| product.grouped);
+    let slower = experts.map_or(1.0, |experts| 1.0 / experts.grouped_speed.value);
+    let times = [shape, shape.left_gradient(), shape.right_gradient()].map(|shape| time(shape) * slower);
+    let low = case.machine.stack.kernels.low_precision.as_ref().filter(|_| product.format != MatmulFormat::Model);
+    let Some(low) = low else { return times };
+    let conversion = |elements: f64| {
+        Seconds(shape.batch * elements * low.conversion_bytes.value / case.machine.streaming_bandwidth().0)
+    };
+    let [forward, left, right] = times;
+    [forward + conversion(shape.m * shape.k + shape.k * shape.n), left + conversion(shape.m * shape.n), right]
+}
+
+/// A matrix product, or several of one input that are computed as one.
+pub struct Product {
+    /// The first of those that are joined.
+    pub node: NodeIndex,
+    /// Its shape on one rank.
+    pub shape: MatmulShape,
+    format: MatmulFormat,
+    grouped: bool,
+    /// Whether the right operand is a parameter.
+    pub weights: bool,
+    /// Whether it belongs to the attention core.
+    pub attention_core: bool,
+}
+
+/// Matrix products of a block; projections of one input are joined where the stack joins them.
+pub fn products(block: &Block, case: BlockCase) -> Vec<Product> {
+    let joint = case.machine.stack.kernels.joint_projections;
+    let mut products: Vec<(Option<NodeIndex>, Product)> = Vec::new();
+    for node in block.graph.node_indices() {
+        let Some(shape) = product_shape(block, node, case) else { continue };
+        let operator = &block.graph[node];
+        let operands = block.operands(node);
+        let split = case.split.splits(&operator.output);
+        let joinable = joint && split && block.graph[operands[1]].is_parameter();
+        let input = joinable.then_some(operands[0]);
+        match products.iter_mut().find(|(seen, _)| seen.is_some() && *seen == input) {
+            Some((_, product)) => product.shape.n += shape.n,
+            None => {
+                let weights = block.graph[operands[1]].is_parameter();
+                let in_layer = weights && matches!(block.role, BlockRole::Layers(_));
+                let format = if in_layer { case.machine.matmul_format } else { MatmulFormat::Model };
+                let grouped = matches!(operator.kind, OperatorKind::GroupedContraction { .. });
+                let attention_core = operator.attention_core;
+                products.push((input, Product { node, shape, format, grouped, weights, attention_core }));
+            }
+        }
+    }
+    products.into_iter().map(|(_, product)| product).collect()
+}
+
+/// The matrix product that an operator is on one rank, or `None` if it is no contraction.
+fn product_shape(block: &Block, node: NodeIndex, case: BlockCase) -> Option<MatmulShape> {
+    let (over, grouped) = match &block.graph[node].kind {
+        OperatorKind::Contraction { over } => (over, false),
+        OperatorKind::GroupedContraction { over } => (over, true),
+        _ => return None,
+    };
+    let operands = block.operands(node);
+    let [left, right] = [&block.graph[operands[0]].output, &block.graph[operands[1]].output];
+    let has = |dims: &[Dim], name: DimName| dims.iter().any(|dim| dim.name == name);
+    let size = |dims: &mut dyn Iterator<Item = &Dim>| -> f64 {
+        dims.map(|dim| case.split.local_extent(*dim, case.extents) as f64).product()
+    };
+    let mut shape = MatmulShape {
+        batch: size(&mut left.shape.iter().filter(|d| has(&right.shape, d.name) && !over.contains(&d.name))),
+        m: size(&mut left.shape.iter().filter(|d| !has(&right.shape, d.name))),
+        n: size(&mut right.shape.iter().filter(|d| !has(&left.shape, d.name) && d.name != DimName::Expert)),
+        k: size(&mut left.shape.iter().filter(|d| over.contains(&d.name))),
+    };
+    if grouped {
+        let expert = right.shape.iter().find(|dim| dim.name == DimName::Expert);
+        let experts = expert.map_or(1.0, |dim| case.split.local_extent(*dim, case.extents) as f64);
+        shape.batch = experts;
+        shape.m /= experts;
+    }
+    let whole = !case.split.splits(left) && !case.split.splits(right);
+    if case.split.sequence_parallel && whole {
+        shape.m /= case.split.tensor_parallel as f64;
+    }
+    Some(shape)
+}

@@ -1,0 +1,133 @@
+//! What a stage's parts put on each of its ranks.
+
+use ir::model::MAX_LAYER_RUNS;
+use ir::pipeline::{Pipeline, held_states};
+use ir::strategy::{Recompute, Strategy, ZeroStage};
+use ir::units::Bytes;
+
+use super::{CostedBlock, PerBlock, Scenario, StageContent};
+use crate::block::BlockCost;
+use crate::memory::{Shards, StageLoad, StageMemory, stage_memory, state_bytes};
+use crate::offload::host_memory;
+
+/// Memory of each rank of a stage that holds `parts`.
+pub fn stage_memory_of(
+    scenario: Scenario,
+    blocks: &PerBlock<CostedBlock>,
+    strategy: &Strategy,
+    parts: &[StageContent],
+    stage: u64,
+) -> StageMemory {
+    let load = stage_load(blocks, strategy, parts, stage);
+    stage_memory(load, strategy.zero_stage, shards_of(strategy), scenario.model.dtype, scenario.machine)
+}
+
+/// Ranks over which ZeRO shards.
+fn shards_of(strategy: &Strategy) -> Shards {
+    let dense = strategy.shard_group * strategy.context_parallel;
+    Shards { dense, expert: (dense / strategy.expert_parallel).max(1) }
+}
+
+/// Parameters of a stage whose optimizer state one of its ranks owns.
+pub(super) fn owned_parameters(load: &StageLoad, strategy: &Strategy) -> u64 {
+    match strategy.zero_stage {
+        ZeroStage::None => load.parameters,
+        ZeroStage::OptimizerState | ZeroStage::Gradients | ZeroStage::Parameters => {
+            let Shards { dense, expert } = shards_of(strategy);
+            (load.parameters - load.expert_parameters).div_ceil(dense) + load.expert_parameters.div_ceil(expert)
+        }
+    }
+}
+
+/// Bytes that ranks of a stage hold in the host memory of a node.
+pub fn host_memory_of(
+    scenario: Scenario,
+    blocks: &PerBlock<CostedBlock>,
+    strategy: &Strategy,
+    parts: &[StageContent],
+) -> Bytes {
+    if !strategy.offload_optimizer {
+        return Bytes(0);
+    }
+    let owned = owned_parameters(&stage_load(blocks, strategy, parts, 0), strategy);
+    host_memory(scenario.machine, state_bytes(scenario.machine, scenario.model.dtype), owned)
+}
+
+/// What a stage that holds `parts` puts on each of its ranks.
+pub fn stage_load(
+    blocks: &PerBlock<CostedBlock>,
+    strategy: &Strategy,
+    parts: &[StageContent],
+    stage: u64,
+) -> StageLoad {
+    let states = held_states(Pipeline::of(strategy), stage);
+    let mut load = StageLoad { offloads_optimizer: strategy.offload_optimizer, ..StageLoad::default() };
+    let mut held = [Bytes(0); 3];
+    for (content, part) in parts.iter().zip(0..) {
+        let of_one = add_part(&mut load, blocks, strategy.recompute, content);
+        for (bytes, state) in held.iter_mut().zip(states) {
+            let count = state.of_part(part);
+            *bytes += of_one.activations * count.activations + of_one.weight_inputs * count.weight_inputs;
+        }
+    }
+    load.activations = held.into_iter().max().unwrap_or_default();
+    if parts.iter().any(|part| part.embedding) && parts.iter().any(|part| part.head) {
+        load.parameters -= blocks.head.tied_parameters;
+    }
+    load
+}
+
+/// Bytes that a part of the model holds for one micro-batch.
+#[derive(Clone, Copy, Debug, Default)]
+struct HeldBytes {
+    /// Between the forward and the backward pass.
+    activations: Bytes,
+    /// Between the backward pass and the gradients of weights.
+    weight_inputs: Bytes,
+}
+
+/// Adds a part's parameters and temporary tensors, and gives what it holds.
+fn add_part(
+    load: &mut StageLoad,
+    blocks: &PerBlock<CostedBlock>,
+    recompute: Recompute,
+    content: &StageContent,
+) -> HeldBytes {
+    let mut held = HeldBytes::default();
+    for run in (0..MAX_LAYER_RUNS).filter(|run| content.layers[*run] > 0) {
+        let block = blocks.layers[run];
+        let again = content.recomputed[run];
+        let others = if recompute == Recompute::Partial { Recompute::None } else { recompute };
+        for (count, recompute) in [(content.layers[run] - again, others), (again, Recompute::Full)] {
+            if count > 0 {
+                let (kept, temporary) = kept_and_temporary(&block.cost, recompute);
+                add_block(load, block, count, temporary);
+                held.activations += kept * count;
+                held.weight_inputs += block.cost.weight_inputs * count;
+            }
+        }
+    }
+    for (here, block) in [(content.embedding, blocks.embedding), (content.head, blocks.head)] {
+        if here {
+            add_block(load, block, 1, block.cost.workspace);
+            held.activations += block.cost.kept;
+        }
+    }
+    held
+}
+
+fn add_block(load: &mut StageLoad, block: CostedBlock, count: u64, temporary: Bytes) {
+    load.parameters += block.parameters * count;
+    load.expert_parameters += block.expert_parameters * count;
+    load.largest_block = load.largest_block.max(block.parameters);
+    load.workspace = load.workspace.max(temporary);
+}
+
+/// Bytes kept from forward, and alive for a moment in backward, by recomputation.
+fn kept_and_temporary(cost: &BlockCost, recompute: Recompute) -> (Bytes, Bytes) {
+    match recompute {
+        Recompute::None => (cost.kept, cost.workspace),
+        Recompute::Selective => (cost.kept - cost.kept_by_core, cost.workspace + cost.kept_by_core),
+        Recompute::Full | Recompute::Partial => (cost.input, cost.workspace + cost.kept),
+    }
+}

@@ -1,0 +1,91 @@
+//! Time after the last backward pass: gradient reduction, optimizer, parameter gather.
+
+use ir::strategy::{Strategy, ZeroStage};
+use ir::units::{Bytes, Seconds};
+
+use super::data::{HeldParameters, exposed};
+use super::load::owned_parameters;
+use super::{CostedBlock, PerBlock, Scenario, StageContent, stage_load};
+use crate::collective::{CollectiveKind, Placement, collective_time};
+use crate::memory::state_bytes;
+use crate::offload::offloaded_update_time;
+use crate::pipeline::StageTime;
+
+/// Time after the last backward pass: gradient reduction, optimizer, parameter gather.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Tail {
+    pub(super) data: Seconds,
+    pub(super) optimizer: Seconds,
+}
+
+impl Tail {
+    pub(super) fn total(self) -> Seconds {
+        self.data + self.optimizer
+    }
+}
+
+pub(super) fn stage_tail(
+    scenario: Scenario,
+    strategy: &Strategy,
+    blocks: &PerBlock<CostedBlock>,
+    parts: &[StageContent],
+    pass: StageTime,
+) -> Tail {
+    let machine = scenario.machine;
+    let load = stage_load(blocks, strategy, parts, 0);
+    let bytes = state_bytes(machine, scenario.model.dtype);
+    let held = HeldParameters { all: load.parameters, experts: load.expert_parameters };
+    let time = |kind, per_parameter| held.collective_time(kind, per_parameter, strategy, machine);
+    let covered = pass.backward * machine.stack.overlap.gradient_reduction.value;
+    let tensors = parts.iter().flat_map(|part| blocks.parts(part)).map(|(count, block)| count * block.tensors);
+    let further = machine.further(tensors.sum());
+    let waiting = if strategy.data_parallel > 1 { machine.waiting().map(|t| t + further) } else { [Seconds(0.0); 2] };
+    let exposed = |reduction: Seconds| waiting[1] + exposed(reduction, covered, machine);
+    let gather = || waiting[0] + time(CollectiveKind::AllGather, bytes.weight);
+    let all_reduce = machine.stack.overlap.zero_one_all_reduces;
+    let mut data = match strategy.zero_stage {
+        ZeroStage::None => exposed(time(CollectiveKind::AllReduce, bytes.gradient)),
+        ZeroStage::OptimizerState => {
+            let kind = if all_reduce { CollectiveKind::AllReduce } else { CollectiveKind::ReduceScatter };
+            exposed(time(kind, bytes.gradient)) + gather()
+        }
+        ZeroStage::Gradients => gather(),
+        ZeroStage::Parameters => Seconds(0.0),
+    };
+    data += tied_reduction_time(scenario, strategy, blocks, parts);
+    let owned = owned_parameters(&load, strategy);
+    let optimizer = match (strategy.offload_optimizer, &machine.cluster.host) {
+        (false, _) => optimizer_time(scenario, owned),
+        (true, Some(host)) => offloaded_update_time(host, machine.cluster.node_gpus, bytes, owned, covered),
+        // No way to a host is known.
+        (true, None) => Seconds(f64::INFINITY),
+    };
+    Tail { data, optimizer }
+}
+
+/// Time to sum the two copies of a tied embedding over the first and the last stage.
+fn tied_reduction_time(
+    scenario: Scenario,
+    strategy: &Strategy,
+    blocks: &PerBlock<CostedBlock>,
+    parts: &[StageContent],
+) -> Seconds {
+    let ends = parts.iter().any(|part| part.embedding) != parts.iter().any(|part| part.head);
+    if !ends || blocks.head.tied_parameters == 0 {
+        return Seconds(0.0);
+    }
+    let machine = scenario.machine;
+    let bytes = state_bytes(machine, scenario.model.dtype).gradient * blocks.head.tied_parameters;
+    let distance = strategy.world_size() - strategy.world_size() / strategy.pipeline_parallel;
+    let inside = distance < machine.fast_domain_gpus();
+    let pair = Placement { size: 2, per_domain: if inside { 2 } else { 1 }, domains: if inside { 1 } else { 2 } };
+    collective_time(CollectiveKind::AllReduce, Bytes(bytes), pair, machine)
+}
+
+/// Time of the optimizer over the parameters that a rank owns: state read and written, gradient read for
+/// the norm and for the update, weight written; bound by memory bandwidth.
+fn optimizer_time(scenario: Scenario, owned: u64) -> Seconds {
+    let bytes = state_bytes(scenario.machine, scenario.model.dtype);
+    let per_parameter = 2 * bytes.optimizer + 2 * bytes.gradient + bytes.weight;
+    Bytes(owned * per_parameter) / scenario.machine.streaming_bandwidth()
+}
