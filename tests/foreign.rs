@@ -140,7 +140,7 @@ fn megatron_flags_mean_what_megatron_makes_of_them() {
         (
             "virtual stages by layers",
             "--num-layers-per-virtual-pipeline-stage 2",
-            &[("/strategy/virtual_stages", "4"), ("/strategy/layers_per_stage", "[8,8,8,8]")],
+            &[("/strategy/virtual_stages", "4"), ("/strategy/layers_per_stage", "[2,2,2,2,2,2,2,2,2,2,2,2,2,2,2,2]")],
         ),
         ("virtual stages by number", "--num-virtual-stages-per-pipeline-rank 2", &[("/strategy/virtual_stages", "2")]),
         (
@@ -161,7 +161,7 @@ fn megatron_flags_mean_what_megatron_makes_of_them() {
         (
             "a layout of virtual stages",
             "--pipeline-model-parallel-layout Ett|(tttt|)*6tttttt,L",
-            &[("/strategy/layers_per_stage", "[6,8,8,10]"), ("/strategy/virtual_stages", "2")],
+            &[("/strategy/layers_per_stage", "[2,4,4,4,4,4,4,6]"), ("/strategy/virtual_stages", "2")],
         ),
         (
             "context",
@@ -561,7 +561,7 @@ fn torchtitan_files_determine_axes_and_stages() {
         (
             "interleaved stages",
             "[parallelism]\npipeline_parallel_degree = 4\npipeline_parallel_schedule = \"Interleaved1F1B\"",
-            &[("/strategy/virtual_stages", "2"), ("/strategy/layers_per_stage", "[8,9,8,7]")],
+            &[("/strategy/virtual_stages", "2"), ("/strategy/layers_per_stage", "[4,4,5,4,4,4,4,3]")],
         ),
         (
             "never gathered again",

@@ -38,8 +38,8 @@ pub enum HeldState {
     Interleaved {
         /// Forward passes.
         passes: u64,
-        /// Stages: micro-batches that a part takes in a row.
-        num_stages: u64,
+        /// Micro-batches that a part takes in a row.
+        group: u64,
         /// Parts on the stage.
         virtual_stages: u64,
     },
@@ -51,10 +51,10 @@ impl HeldState {
         match self {
             HeldState::One(held) => held,
             HeldState::Two(held) => held[part as usize],
-            HeldState::Interleaved { passes, num_stages, virtual_stages } => {
-                let round = num_stages * virtual_stages;
-                let begun = (passes % round).saturating_sub(part * num_stages).min(num_stages);
-                Held { activations: passes / round * num_stages + begun, weight_inputs: 0 }
+            HeldState::Interleaved { passes, group, virtual_stages } => {
+                let round = group * virtual_stages;
+                let begun = (passes % round).saturating_sub(part * group).min(group);
+                Held { activations: passes / round * group + begun, weight_inputs: 0 }
             }
         }
     }
@@ -69,6 +69,11 @@ impl Pipeline {
             virtual_stages: strategy.virtual_stages,
             micro_batches: strategy.num_micro_batches(),
         }
+    }
+
+    /// Micro-batches that an interleaved part takes in a row: one for each stage.
+    pub fn group(self) -> u64 {
+        self.num_stages.min(self.micro_batches).max(1)
     }
 
     /// Parts of the model on all stages.
@@ -101,8 +106,8 @@ impl Pipeline {
 ///
 /// With p stages, stage r and m micro-batches:
 /// - GPipe: all m (arXiv 1811.06965); 1F1B: min(p − r, m) (arXiv 2104.04473, section 2.2);
-/// - interleaved, v parts: 2(p − r − 1) + (v − 1) p + 1 passes (arXiv 2104.04473, section 2.2.2, as Megatron-LM
-///   orders them), counted at the end of the warm-up;
+/// - interleaved, v parts: 2(p − r − 1) + (v − 1) min(p, m) + 1 passes (arXiv 2104.04473, section 2.2.2, as
+///   Megatron-LM orders them), counted at the end of the warm-up;
 /// - ZB-H1: 1F1B's, and the weight inputs of r micro-batches, whose weight gradients are delayed by that many so
 ///   that all stages hold p (arXiv 2401.10241, section 2.1);
 /// - ZB-V: 2p passes over both parts; weight gradients follow at once but in the last r passes of each part
@@ -115,9 +120,10 @@ pub fn held_states(pipeline: Pipeline, stage: u64) -> [HeldState; 3] {
         ScheduleKind::GPipe => [one(batches, 0); 3],
         ScheduleKind::OneForwardOneBackward => [one(behind.min(batches), 0); 3],
         ScheduleKind::Interleaved => {
-            let ahead = 2 * behind.saturating_sub(1) + (virtual_stages - 1) * stages + 1;
+            let group = pipeline.group();
+            let ahead = 2 * behind.saturating_sub(1) + (virtual_stages - 1) * group + 1;
             let passes = ahead.min(batches * virtual_stages);
-            [HeldState::Interleaved { passes, num_stages: stages, virtual_stages }; 3]
+            [HeldState::Interleaved { passes, group, virtual_stages }; 3]
         }
         ScheduleKind::ZeroBubbleH1 => {
             let forward = behind.min(batches);

@@ -169,9 +169,9 @@ impl ScheduleKind {
     }
 
     /// Whether a step can have so many micro-batches: interleaved parts take them in groups of one a stage
-    /// (Megatron-LM, core/pipeline_parallel/schedules.py).
+    /// (Megatron-LM, core/pipeline_parallel/schedules.py), or fewer in one group.
     pub fn allows_micro_batches(self, micro_batches: u64, num_stages: u64) -> bool {
-        self != ScheduleKind::Interleaved || micro_batches.is_multiple_of(num_stages)
+        self != ScheduleKind::Interleaved || micro_batches < num_stages || micro_batches.is_multiple_of(num_stages)
     }
 }
 

@@ -132,6 +132,7 @@ fn plain_layout() -> Strategy {
         sequence_parallel: false,
         offload_optimizer: false,
         layers_per_stage: Vec::new(),
+        recomputed_layers: Vec::new(),
     }
 }
 

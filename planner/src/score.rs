@@ -6,7 +6,6 @@ use hardware_profiles::sourced::Sourced;
 use hardware_profiles::stack::ContextExchange;
 use ir::error::Problem;
 use ir::graph::ModelGraph;
-use ir::model::MAX_LAYER_RUNS;
 use ir::plan::Estimate;
 use ir::provenance::Provenance;
 

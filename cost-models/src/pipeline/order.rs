@@ -88,13 +88,14 @@ fn one_part(pipeline: Pipeline, stage: u64, order: &mut Order) {
     }
 }
 
-/// Groups of as many micro-batches as stages pass all parts of a stage before the next group begins.
+/// Groups of micro-batches pass all parts of a stage before the next group begins.
 fn interleaved(pipeline: Pipeline, stage: u64, order: &mut Order) {
     let Pipeline { num_stages, virtual_stages, micro_batches, .. } = pipeline;
-    let round = num_stages * virtual_stages;
+    let group = pipeline.group();
+    let round = group * virtual_stages;
     let all = micro_batches * virtual_stages;
-    let at = |index: u64| (index % round / num_stages, index / round * num_stages + index % num_stages);
-    let warm_up = all.min(2 * (num_stages - stage - 1) + (virtual_stages - 1) * num_stages);
+    let at = |index: u64| (index % round / group, index / round * group + index % group);
+    let warm_up = all.min(2 * (num_stages - stage - 1) + (virtual_stages - 1) * group);
     let forward = |order: &mut Order, index: u64| order.add(PassKind::Forward, at(index).0, at(index).1);
     (0..warm_up).for_each(|index| forward(order, index));
     for index in 0..all {

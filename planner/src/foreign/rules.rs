@@ -73,10 +73,16 @@ pub(super) fn layout_problems(model: &ModelSpec, workload: Workload, layout: &St
         let what = format!("{} is {}", names.global_batch, layout.global_batch);
         problems.push(names.problem(what, names.global_batch, format!("give at most {SIZE_LIMIT} sequences")));
     }
-    if problems.is_empty() && !layout.schedule.allows_micro_batches(layout.num_micro_batches(), layout.pipeline_parallel) {
+    if problems.is_empty()
+        && !layout.schedule.allows_micro_batches(layout.num_micro_batches(), layout.pipeline_parallel)
+    {
         let (batches, stages) = (layout.num_micro_batches(), layout.pipeline_parallel);
         let what = format!("{batches} micro-batches are not whole groups of {stages}, which interleaved stages need");
-        problems.push(names.problem(what, names.global_batch, "give a multiple of the stages, or one part a stage"));
+        problems.push(names.problem(
+            what,
+            names.global_batch,
+            "give a multiple of the stages, or one part a stage".to_owned(),
+        ));
     }
     let stages = layout.pipeline_parallel.saturating_mul(layout.virtual_stages);
     if stages > model.num_layers {
