@@ -94,7 +94,7 @@ fn points_without_a_plan_say_why() {
         (
             "--model gpt2.ron --gpus 8..24 --node-gpus 8 --tensor-parallel 1 --pipeline-parallel 1",
             &[false, false, true],
-            "batch not divisible 240",
+            "batch not divisible 480",
         ),
     ];
     for (arguments, missing, piece) in rows {

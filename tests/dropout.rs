@@ -43,6 +43,9 @@ const SINGLE: FixedChoices = FixedChoices {
     recompute: Some(Recompute::None),
     schedule: Some(ScheduleKind::OneForwardOneBackward),
     sequence_parallel: Some(false),
+    context_parallel: None,
+    expert_parallel: None,
+    virtual_stages: None,
 };
 
 fn plan(shape: Shape, flash: bool, fixed: FixedChoices) -> Plan {

@@ -65,6 +65,7 @@ fn layouts() -> Vec<(String, Shape, FixedChoices)> {
                                 recompute: Some(recompute),
                                 schedule: Some(schedule),
                                 sequence_parallel: Some(sequence_parallel),
+                                ..FixedChoices::default()
                             };
                             layouts.push((format!("{shape:?} {fixed:?}"), shape, fixed));
                         }
@@ -141,6 +142,7 @@ fn ranks_compute_what_the_interpreter_computes() {
                 recompute: Some(Recompute::None),
                 schedule: Some(ScheduleKind::OneForwardOneBackward),
                 sequence_parallel: Some(tensor > 1),
+                ..FixedChoices::default()
             };
             let name = format!("{shape:?} {fixed:?}");
             let plan = fixed_plan(small_model(shape), workload(), number % 2 == 0, fixed);
@@ -181,6 +183,7 @@ fn two_runs_are_equal_bit_for_bit() {
         recompute: Some(Recompute::None),
         schedule: Some(ScheduleKind::OneForwardOneBackward),
         sequence_parallel: Some(true),
+        ..FixedChoices::default()
     };
     let plan = fixed_plan(small_model(SHAPES[0]), workload(), true, fixed);
     let run = Run::made_up(&plan, 5, 7, OPTIMIZER);
@@ -203,6 +206,7 @@ fn bf16_stays_near_fp32() {
             recompute: Some(Recompute::None),
             schedule: Some(ScheduleKind::OneForwardOneBackward),
             sequence_parallel: Some(true),
+            ..FixedChoices::default()
         };
         let curves = [DType::FP32, DType::BF16].map(|dtype| {
             let mut model = small_model(shape);
@@ -247,6 +251,7 @@ fn largest_difference_of_memory(model: &ModelSpec) -> f64 {
                 recompute: Some(if number % 2 == 0 { Recompute::None } else { Recompute::Full }),
                 schedule: Some(ScheduleKind::OneForwardOneBackward),
                 sequence_parallel: Some(tensor > 1),
+                ..FixedChoices::default()
             };
             let plan = fixed_plan(model.clone(), workload, true, fixed);
             let ranks = execute(&plan, &Run::made_up(&plan, 2, 3, OPTIMIZER));

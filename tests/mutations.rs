@@ -36,6 +36,7 @@ fn plans() -> Vec<(&'static str, Plan)> {
         recompute: Some(Recompute::None),
         schedule: Some(ScheduleKind::OneForwardOneBackward),
         sequence_parallel: Some(true),
+        ..FixedChoices::default()
     };
     vec![
         ("gpt2 tp2 pp2 dp2 zero1 sp", small_plan(gpt2, 8, fixed)),

@@ -201,6 +201,7 @@ fn plans(model: &ModelSpec, length: usize) -> Vec<Plan> {
             recompute: Some(Recompute::None),
             schedule: Some(ScheduleKind::OneForwardOneBackward),
             sequence_parallel: Some(sequence_parallel),
+            ..FixedChoices::default()
         };
         let workload = Workload { sequence_length: length as u64, global_batch: 8 };
         fixed_plan(model.clone(), workload, degree > 1, fixed)

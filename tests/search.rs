@@ -2,58 +2,61 @@
 
 mod support;
 
+use std::process::Command;
+
 use cost_models::machine::Machine;
+use hardware_profiles::stack::ContextExchange;
 use ir::graph::build_graph;
-use ir::model::{Attention, ModelSpec};
-use ir::strategy::{Recompute, Strategy, ZeroStage};
+use ir::model::{Attention, FeedForward, ModelSpec};
+use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
 use ir::units::{BatchSize, Bytes, SequenceLength};
-use planner::request::{FixedChoices, Request};
-use planner::search::{Scored, score_layout, search};
+use planner::request::{FixedChoices, Request, check_request};
+use planner::search::{Outcome, Scored, score_layout, search};
 use proptest::prelude::*;
+use proptest::strategy::Strategy as Strategic;
+use proptest::test_runner::{Config, TestRunner};
 use support::{example, layout, machine, request};
 
-/// Every layout of the space as plain nested loops, with its own statement of the rules.
-fn brute_force(request: &Request) -> (Option<Scored>, u64) {
-    let graph = build_graph(&request.model);
+/// Calls `each` with every layout of the stated space, as plain nested loops.
+fn every_layout(request: &Request, mut each: impl FnMut(Strategy)) {
     let offers = &request.machine.stack.offers;
-    let (gpus, batch) = (request.gpus, request.workload.global_batch);
-    let mut best: Option<Scored> = None;
-    let mut count = 0;
-    for tensor in (1..=gpus).filter(|t| gpus % t == 0) {
-        for pipeline in (1..=gpus / tensor).filter(|p| (gpus / tensor) % p == 0) {
-            let data = gpus / tensor / pipeline;
-            for micro_batch in (1..=batch).filter(|size| batch % size == 0) {
-                for zero in 0..=3u8 {
-                    for recompute in Recompute::ALL {
-                        for sequence_parallel in [false, true] {
-                            let zero_stage = ZeroStage::try_from(zero).expect("0 to 3 are stages");
-                            let offered = offers.zero_stages.contains(&zero_stage)
-                                && offers.recompute.contains(&recompute)
-                                && (offers.sequence_parallel || !sequence_parallel)
-                                && (offers.tensor_parallel || tensor == 1)
-                                && (offers.pipeline_parallel || pipeline == 1);
-                            if !offered {
-                                continue;
-                            }
-                            count += 1;
-                            let strategy = Strategy {
-                                zero_stage,
-                                micro_batch,
-                                recompute,
-                                sequence_parallel,
-                                ..layout(tensor, pipeline, data, batch)
-                            };
-                            let whole = batch % (micro_batch * data) == 0
-                                && (!sequence_parallel || request.workload.sequence_length.is_multiple_of(tensor))
-                                && (pipeline == 1 || offers.pipeline_zero_stages.contains(&zero_stage))
-                                && (offers.uneven_stages || request.model.num_layers.is_multiple_of(pipeline));
-                            if !whole {
-                                continue;
-                            }
-                            let Some(scored) = score_layout(request, &graph, &strategy) else { continue };
-                            let fits = scored.fullest_stage().1 <= request.machine.usable_memory();
-                            if fits && best.as_ref().is_none_or(|best| before(&scored, best)) {
-                                best = Some(scored);
+    let divide = |n: u64| (1..=n).filter(move |d| n.is_multiple_of(*d));
+    let (gpus, batch, layers) = (request.gpus, request.workload.global_batch, request.model.num_layers);
+    let experts = match request.model.feed_forward {
+        FeedForward::MixtureOfExperts { num_experts, .. } if offers.expert_parallel.is_some() => num_experts,
+        _ => 1,
+    };
+    for tensor in divide(gpus).filter(|t| offers.tensor_parallel || *t == 1) {
+        for pipeline in divide(gpus / tensor).filter(|p| offers.pipeline_parallel || *p == 1) {
+            let parts = parts_of(request, pipeline, layers);
+            for context in divide(gpus / tensor / pipeline).filter(|c| offers.context_parallel.is_some() || *c == 1) {
+                let data = gpus / tensor / pipeline / context;
+                for expert in divide(data * context).filter(|e| experts.is_multiple_of(*e)) {
+                    for &zero_stage in &offers.zero_stages {
+                        let parted = offers.shard_groups.is_some() && zero_stage != ZeroStage::None;
+                        for shard_group in divide(data).filter(|group| parted || *group == data) {
+                            for micro_batch in divide(batch) {
+                                for &(schedule, virtual_stages) in &parts {
+                                    for &recompute in &offers.recompute {
+                                        for sequence_parallel in [false, true] {
+                                            if sequence_parallel && !offers.sequence_parallel {
+                                                continue;
+                                            }
+                                            each(Strategy {
+                                                context_parallel: context,
+                                                expert_parallel: expert,
+                                                zero_stage,
+                                                shard_group,
+                                                micro_batch,
+                                                schedule,
+                                                virtual_stages,
+                                                recompute,
+                                                sequence_parallel,
+                                                ..layout(tensor, pipeline, data, batch)
+                                            });
+                                        }
+                                    }
+                                }
                             }
                         }
                     }
@@ -61,7 +64,76 @@ fn brute_force(request: &Request) -> (Option<Scored>, u64) {
             }
         }
     }
-    (best, count)
+}
+
+/// Schedules with parts a stage: one; interleaved as many as divide the layers of an equal stage; two for a V.
+fn parts_of(request: &Request, pipeline: u64, layers: u64) -> Vec<(ScheduleKind, u64)> {
+    let offers = &request.machine.stack.offers;
+    let mut parts = Vec::new();
+    for &schedule in &offers.schedules {
+        for count in 1..=layers {
+            let filled = pipeline > 1
+                && pipeline * count <= layers
+                && (offers.uneven_stages || layers.is_multiple_of(pipeline * count));
+            let open = match schedule {
+                ScheduleKind::OneForwardOneBackward | ScheduleKind::GPipe | ScheduleKind::ZeroBubbleH1 => count == 1,
+                ScheduleKind::Interleaved => count > 1 && filled && layers.div_ceil(pipeline).is_multiple_of(count),
+                ScheduleKind::ZeroBubbleV => count == 2 && filled,
+            };
+            if open {
+                parts.push((schedule, count));
+            }
+        }
+    }
+    parts
+}
+
+/// Whether a layout can run, memory and the tensor split apart.
+fn can_run(request: &Request, strategy: &Strategy) -> bool {
+    let offers = &request.machine.stack.offers;
+    let Strategy { tensor_parallel, pipeline_parallel, data_parallel, context_parallel, .. } = *strategy;
+    let per_round = strategy.micro_batch * data_parallel;
+    let rounds = strategy.global_batch / per_round;
+    let sequence = request.workload.sequence_length;
+    // An all_to_all gives each context rank whole key-value heads, or copies of them where tensor ranks share them.
+    let ring = request.machine.stack.overlap.context == ContextExchange::Ring;
+    let heads = request.model.attention.num_key_value_heads().max(tensor_parallel);
+    let groups = match strategy.schedule {
+        ScheduleKind::Interleaved => pipeline_parallel,
+        _ => 1,
+    };
+    strategy.global_batch.is_multiple_of(per_round)
+        && (rounds < groups || rounds.is_multiple_of(groups))
+        && (context_parallel == 1 || sequence.is_multiple_of(2 * context_parallel))
+        && (context_parallel == 1 || ring || heads.is_multiple_of(tensor_parallel * context_parallel))
+        && (!strategy.sequence_parallel || (sequence / context_parallel).is_multiple_of(tensor_parallel))
+        && (pipeline_parallel == 1 || offers.pipeline_zero_stages.contains(&strategy.zero_stage))
+        && (offers.uneven_stages || request.model.num_layers.is_multiple_of(pipeline_parallel))
+        && pipeline_parallel <= request.model.num_layers
+}
+
+/// The best layout, the best that can be executed, and the number of all.
+fn brute_force(request: &Request) -> (Option<Scored>, Option<Scored>, u64) {
+    let graph = build_graph(&request.model);
+    let (mut best, mut executable, mut count) = (None::<Scored>, None::<Scored>, 0);
+    every_layout(request, |strategy| {
+        count += 1;
+        if !can_run(request, &strategy) {
+            return;
+        }
+        let Some(scored) = score_layout(request, &graph, &strategy) else { return };
+        if scored.fullest_stage().1 > request.machine.usable_memory() {
+            return;
+        }
+        let better = |other: &Option<Scored>| other.as_ref().is_none_or(|other| before(&scored, other));
+        if planner::compile::not_executable(&request.model, &strategy).is_none() && better(&executable) {
+            executable = Some(scored.clone());
+        }
+        if better(&best) {
+            best = Some(scored);
+        }
+    });
+    (best, executable, count)
 }
 
 fn before(a: &Scored, b: &Scored) -> bool {
@@ -84,40 +156,97 @@ fn small_model(layers: u64, heads: u64, batch: u64, hidden_per_head: u64) -> Mod
 }
 
 /// A machine with less memory, so that memory decides too.
-fn tight_machine(stack: &str, gib: u64) -> Machine {
-    let mut machine = machine("dgx-a100-80gb", stack, 8);
+fn tight_machine(stack: &str, gib: u64, node_gpus: u64) -> Machine {
+    let mut machine = machine("dgx-a100-80gb", stack, node_gpus);
     machine.device.memory.value = Bytes(gib << 30);
     machine
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
-    #[test]
-    fn the_search_finds_what_brute_force_finds(
-        layers in 1u64..20,
-        heads in prop::sample::select(vec![4u64, 6, 8, 12]),
-        batch in prop::sample::select(vec![8u64, 12, 32, 48, 60]),
-        width in prop::sample::select(vec![64u64, 128]),
-        nodes in 1u64..4,
-        gib in 6u64..30,
-        stack in prop::sample::select(vec!["planwright", "megatron-deepspeed-2022", "fsdp-2023", "megatron-2021"]),
-    ) {
-        let mut model = small_model(layers, heads, batch, width);
+/// A mixture of experts with the same attention.
+fn with_experts(mut model: ModelSpec, num_experts: u64) -> ModelSpec {
+    model.feed_forward = FeedForward::MixtureOfExperts {
+        num_experts,
+        experts_per_token: 2,
+        intermediate_size: model.hidden_size,
+        num_shared_experts: 1,
+        first_dense_layers: 1,
+        dense_intermediate_size: Some(4 * model.hidden_size),
+    };
+    model
+}
+
+fn assert_counts(outcome: &Outcome, count: u64) -> Result<(), TestCaseError> {
+    prop_assert_eq!(outcome.enumerated, count);
+    let counted: u64 = outcome.pruned.values().chain(outcome.rejected.values()).sum();
+    prop_assert_eq!(outcome.enumerated, outcome.feasible + counted);
+    Ok(())
+}
+
+fn assert_equal_picks(request: &Request) -> Result<(), TestCaseError> {
+    let outcome = search(request, &build_graph(&request.model));
+    let (best, executable, count) = brute_force(request);
+    assert_counts(&outcome, count)?;
+    let key = |scored: &Scored| (scored.prediction.step.0, scored.fullest_stage().1, scored.strategy.clone());
+    let found = outcome.best.first();
+    prop_assert_eq!(found.map(key), best.as_ref().map(key));
+    let found = outcome.executable.as_ref();
+    let another = executable.filter(|scored| best.is_some_and(|best| best.strategy != scored.strategy));
+    prop_assert_eq!(found.map(key), another.as_ref().map(key));
+    Ok(())
+}
+
+/// Runs a property without a file of failures.
+fn check<S: Strategic>(cases: u32, values: &S, property: impl Fn(S::Value) -> Result<(), TestCaseError>) {
+    let config = Config { cases, failure_persistence: None, ..Config::default() };
+    TestRunner::new(config).run(values, property).expect("the property holds");
+}
+
+#[test]
+fn the_search_finds_what_brute_force_finds() {
+    let stacks = ["planwright", "megatron-deepspeed-2022", "fsdp-2023", "megatron-2021"];
+    let heads = prop::sample::select(vec![4u64, 6, 8, 12]);
+    let batch = prop::sample::select(vec![8u64, 12, 20]);
+    let values = (1u64..14, heads, batch, 1u64..3, 4u64..24, prop::sample::select(stacks.to_vec()));
+    check(140, &values, |(layers, heads, batch, nodes, gib, stack)| {
+        let mut model = small_model(layers, heads, batch, 64);
         if stack == "megatron-deepspeed-2022" {
             model.dtype = ir::model::DType::FP16;
         }
-        let request = request(model, tight_machine(stack, gib), nodes * 8, FixedChoices::default());
-        let outcome = search(&request, &build_graph(&request.model));
-        let (best, count) = brute_force(&request);
-        prop_assert_eq!(outcome.enumerated, count);
-        let counted: u64 = outcome.pruned.values().chain(outcome.rejected.values()).sum();
-        prop_assert_eq!(outcome.enumerated, outcome.feasible + counted);
-        let found = outcome.best.first();
-        prop_assert_eq!(found.is_some(), best.is_some());
-        if let (Some(found), Some(best)) = (found, &best) {
-            prop_assert_eq!(found.prediction.step.0, best.prediction.step.0, "{:?} {:?}", found.strategy, best.strategy);
-            prop_assert_eq!(&found.strategy, &best.strategy);
+        assert_equal_picks(&request(model, tight_machine(stack, gib, 8), nodes * 8, FixedChoices::default()))
+    });
+}
+
+#[test]
+fn so_it_does_with_contexts_experts_and_interleaved_stages() {
+    let stacks = ["megatron-core-2025", "megatron-core-plain", "deepspeed-zero", "planwright"];
+    let gpus = prop::sample::select(vec![2u64, 4, 6, 8]);
+    let batch = prop::sample::select(vec![4u64, 6, 8]);
+    let experts = prop::sample::select(vec![0u64, 0, 4, 6]);
+    let values = (2u64..9, gpus, batch, experts, 3u64..16, prop::sample::select(stacks.to_vec()));
+    check(100, &values, |(layers, gpus, batch, experts, gib, stack)| {
+        let mut model = small_model(layers, 8, batch, 64);
+        model.sequence_length = Some(SequenceLength::Tokens(4096));
+        if experts > 0 {
+            model = with_experts(model, experts);
         }
+        assert_equal_picks(&request(model, tight_machine(stack, gib, 2), gpus, FixedChoices::default()))
+    });
+}
+
+#[test]
+fn counts_are_those_of_plain_loops() {
+    let cases = [
+        ("bloom", "dgx-a100-80gb", "planwright", 384),
+        ("gpt3-175b", "dgx-h100", "megatron-core-2025", 96),
+        ("mixtral-8x7b", "dgx-h100", "megatron-core-2025", 120),
+        ("llama-2-7b", "dgx-a100-40gb", "fsdp-2023", 72),
+    ];
+    for (model, cluster, stack, gpus) in cases {
+        let request = request(example(model), machine(cluster, stack, 8), gpus, FixedChoices::default());
+        let mut count = 0;
+        every_layout(&request, |_| count += 1);
+        let outcome = search(&request, &build_graph(&request.model));
+        assert_counts(&outcome, count).unwrap_or_else(|error| panic!("{model} on {gpus}: {error}"));
     }
 }
 
@@ -166,4 +295,92 @@ fn more_memory_and_faster_links_never_slow_the_optimum() {
         faster.cluster.inter.bandwidth_per_nic_per_direction.value * 4.0;
     let [base, bigger, faster] = [base, bigger, faster].map(|machine| optimum(&machine).expect("a layout fits"));
     assert!(bigger <= base && faster <= base, "{base} {bigger} {faster}");
+}
+
+#[test]
+fn the_order_of_what_a_stack_offers_changes_nothing() {
+    let model = with_experts(small_model(8, 8, 24, 64), 4);
+    let straight = request(model, tight_machine("megatron-core-2025", 8, 8), 24, FixedChoices::default());
+    let mut turned = straight.clone();
+    let offers = &mut turned.machine.stack.offers;
+    offers.zero_stages.reverse();
+    offers.recompute.reverse();
+    offers.schedules.reverse();
+    let graph = build_graph(&straight.model);
+    let [straight, turned] = [straight, turned].map(|request| search(&request, &graph));
+    assert_eq!(straight.enumerated, turned.enumerated);
+    let strategies = |outcome: &Outcome| -> Vec<Strategy> { outcome.best.iter().map(|s| s.strategy.clone()).collect() };
+    assert_eq!(strategies(&straight), strategies(&turned));
+}
+
+/// Choices that fix a whole layout, drawn at random for BLOOM on 384 GPUs.
+fn fixed_layouts() -> impl Strategic<Value = FixedChoices> {
+    let tensor = prop::sample::select(vec![1u64, 2, 4, 8, 16]);
+    let pipeline = prop::sample::select(vec![1u64, 2, 3, 4, 6, 8, 12, 24]);
+    let context = prop::sample::select(vec![1u64, 1, 2, 4]);
+    let zero = prop::sample::select(vec![ZeroStage::None, ZeroStage::OptimizerState]);
+    let micro_batch = prop::sample::select(vec![1u64, 2, 4, 8]);
+    let parts = prop::sample::select(vec![1u64, 1, 5, 7]);
+    let values = (
+        tensor,
+        pipeline,
+        context,
+        zero,
+        micro_batch,
+        parts,
+        prop::sample::select(Recompute::ALL.to_vec()),
+        any::<bool>(),
+    );
+    values.prop_map(|(tensor, pipeline, context, zero, micro_batch, parts, recompute, sequence_parallel)| {
+        FixedChoices {
+            tensor_parallel: Some(tensor),
+            pipeline_parallel: Some(pipeline),
+            data_parallel: Some(384 / (tensor * pipeline * context).min(384)),
+            context_parallel: Some(context),
+            expert_parallel: Some(1),
+            zero_stage: Some(zero),
+            micro_batch: Some(micro_batch),
+            recompute: Some(recompute),
+            virtual_stages: Some(parts),
+            schedule: Some(if parts == 1 { ScheduleKind::OneForwardOneBackward } else { ScheduleKind::Interleaved }),
+            sequence_parallel: Some(sequence_parallel),
+        }
+    })
+}
+
+#[test]
+fn no_fixed_layout_is_better_than_the_free_optimum() {
+    let machine = machine("dgx-a100-80gb", "megatron-core-2025", 8);
+    let free = Request { top: 1, ..request(example("bloom"), machine, 384, FixedChoices::default()) };
+    let graph = build_graph(&free.model);
+    let optimum = search(&free, &graph).best.remove(0).prediction.step.0;
+    let shown = std::cell::Cell::new(0u64);
+    check(1000, &fixed_layouts(), |fixed| {
+        let case = Request { fixed, ..free.clone() };
+        if check_request(&case).is_err() {
+            return Ok(());
+        }
+        let found = search(&case, &graph);
+        let step = found.best.first().map(|scored| scored.prediction.step.0);
+        prop_assert!(step.is_none_or(|step| step >= optimum), "{fixed:?}: {step:?} is below {optimum}");
+        if step.is_some() && shown.replace(shown.get() + 1).is_multiple_of(40) {
+            prop_assert_eq!(step_by_command(&fixed), step);
+        }
+        Ok(())
+    });
+    assert!(shown.get() >= 40, "only {} layouts fit", shown.get());
+}
+
+/// The step that the command line predicts for a fixed layout of BLOOM.
+fn step_by_command(fixed: &FixedChoices) -> Option<f64> {
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/bloom.ron");
+    let given = format!("--model {model} --gpus 384 --node-gpus 8 --stack megatron-core-2025 --dry-run --json");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_plan"));
+    command.args(given.split(' '));
+    fixed.flags().iter().for_each(|flag| {
+        command.args(flag.split(' '));
+    });
+    let output = command.output().expect("plan starts");
+    let value: serde_json::Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
+    value.pointer("/estimate/step_seconds").and_then(serde_json::Value::as_f64)
 }

@@ -1,5 +1,6 @@
 //! Time of a training step: blocks, stages, pipeline, data axis and optimizer put together.
 
+mod bound;
 mod data;
 mod load;
 mod tail;
@@ -21,8 +22,10 @@ use crate::collective::{CollectiveKind, Placement, collective_time, place, send_
 use crate::machine::Machine;
 use crate::memory::state_bytes;
 use crate::pipeline::{StageTime, pipeline_time, stage_totals};
-use data::{HeldParameters, exposed, gradient_placements};
-pub use load::{host_memory_of, stage_load, stage_memory_of};
+pub use bound::{pipeline_lower_bound_of, step_lower_bound, tail_lower_bound};
+use data::{HeldParameters, exposed, state_groups};
+use load::shards_of;
+pub use load::{host_memory_of, stage_load, stage_memory_holding, stage_memory_of};
 use tail::stage_tail;
 
 /// Order of the norm that stands for the longer of the host's and the kernels' time.
@@ -258,14 +261,14 @@ fn sharded_state_time(
     strategy: &Strategy,
     passes: [Seconds; 2],
 ) -> [Seconds; 2] {
-    let ranks = strategy.data_parallel * strategy.context_parallel;
-    if strategy.zero_stage < ZeroStage::Gradients || ranks == 1 || block.parameters == 0 {
+    if strategy.zero_stage < ZeroStage::Gradients || shards_of(strategy).dense == 1 || block.parameters == 0 {
         return [Seconds(0.0); 2];
     }
     let machine = scenario.machine;
     let bytes = state_bytes(machine, scenario.model.dtype);
     let held = HeldParameters { all: block.parameters, experts: block.expert_parameters };
-    let time = |kind, per_parameter| held.collective_time(kind, per_parameter, strategy, machine);
+    let groups = state_groups(strategy, machine).shards;
+    let time = |kind, per_parameter| held.collective_time(kind, per_parameter, groups, machine);
     let [_, waiting] = machine.waiting();
     let scatter = time(CollectiveKind::ReduceScatter, bytes.gradient);
     let (gather, gathers) = match strategy.zero_stage {
@@ -275,6 +278,7 @@ fn sharded_state_time(
     let covered = machine.stack.overlap.parameter_gather.value;
     let exposed = |communication: Seconds, pass: Seconds| exposed(communication, pass * covered, machine);
     // Each tensor has a collective of its own, from or into a buffer of which the rank's part is copied.
+    let ranks = shards_of(strategy).dense;
     let part = |bytes: u64| machine.copy_time(Bytes(block.parameters * bytes / ranks));
     let each = |bytes: u64| waiting + machine.further(block.tensors) + part(bytes);
     let [gathering, scattering] = [each(bytes.weight) * gathers, each(bytes.gradient)];
@@ -355,41 +359,6 @@ impl StagePosition {
     }
 }
 
-/// A time that no stage split of the strategy can beat.
-///
-/// The slowest of p stages has at least their mean of the work: T ≥ m W / p. With one part a stage, let w be the work
-/// of one micro-batch that other stages wait for (all of it but split gradients of weights), and x the last stage's
-/// part. The last stage waits for one pass over the others: T ≥ w + (m − 1) x. The slowest of the others has at least
-/// their mean: T ≥ m (w − x) / (p − 1). The bound is the least that both allow for any x.
-pub fn step_lower_bound(
-    scenario: Scenario,
-    times: &PerBlock<BlockTime>,
-    layers: [u64; MAX_LAYER_RUNS],
-    strategy: &Strategy,
-) -> Seconds {
-    let whole = StageContent { embedding: true, layers, head: true, ..StageContent::default() };
-    let overhead = &scenario.machine.stack.overhead;
-    let stages = strategy.pipeline_parallel as f64;
-    let m = strategy.num_micro_batches() as f64;
-    let per_stage = overhead.micro_batch.value * stages;
-    let over_blocks = |time: fn(StageTime) -> Seconds| -> Seconds {
-        let all: Seconds = times.parts(&whole).map(|(count, block)| time(block.pass) * count as f64).sum();
-        all + per_stage
-    };
-    let work = over_blocks(StageTime::total);
-    let mean = work * (m / stages);
-    if strategy.virtual_stages > 1 || strategy.pipeline_parallel == 1 {
-        return mean + overhead.step.value;
-    }
-    let needed = match strategy.schedule.splits_backward() {
-        true => over_blocks(|pass| pass.forward + pass.input_backward()),
-        false => work,
-    };
-    let others = m / (stages - 1.0);
-    let last = needed * ((others - 1.0) / (m - 1.0 + others)).max(0.0);
-    mean.max(needed + last * (m - 1.0)) + overhead.step.value
-}
-
 /// Predicts a step for a strategy whose stages hold `contents`: parts of the model, those of the first stage first.
 pub fn predict_step(
     scenario: Scenario,
@@ -463,7 +432,7 @@ pub fn with_provenance(
             TimeTerm::TensorCommunication => link(strategy.tensor_parallel <= domain),
             TimeTerm::Exchange => link(stage_ranks <= domain),
             TimeTerm::PipelineCommunication => link(stage_ranks < domain),
-            TimeTerm::DataCommunication => link(gradient_placements(strategy, machine)[0].inside_domain()),
+            TimeTerm::DataCommunication => link(state_groups(strategy, machine).whole[0].inside_domain()),
             TimeTerm::Optimizer if strategy.offload_optimizer => machine.host_provenance(),
             TimeTerm::Optimizer => memory,
             TimeTerm::Overhead => overhead,

@@ -67,12 +67,24 @@ pub struct Offers {
     pub recompute: Vec<Recompute>,
     /// Pipeline schedules.
     pub schedules: Vec<ScheduleKind>,
+    /// Schedules that are planned where they are asked for, but that the software does not execute yet.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub requested_schedules: Vec<ScheduleKind>,
     /// Whether partial recomputation computes the same number of layers again on each stage.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub same_recompute_on_stages: bool,
     /// Optimizer state in host memory.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub offload_optimizer: bool,
+    /// Where context parallelism is documented; the software has none where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub context_parallel: Option<String>,
+    /// Where expert parallelism is documented; the software has none where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expert_parallel: Option<String>,
+    /// Where ZeRO over a part of the replicas (hybrid sharding) is documented; the software has none where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shard_groups: Option<String>,
 }
 
 /// Kernels of the software.

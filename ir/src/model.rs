@@ -156,6 +156,16 @@ pub enum FeedForward {
     },
 }
 
+impl FeedForward {
+    /// Routed experts that ranks can share out; a dense layer counts as one.
+    pub fn num_experts(&self) -> u64 {
+        match self {
+            FeedForward::Gelu { .. } | FeedForward::SwiGlu { .. } => 1,
+            FeedForward::MixtureOfExperts { num_experts, .. } => *num_experts,
+        }
+    }
+}
+
 /// Kind of normalisation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum NormKind {

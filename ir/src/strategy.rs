@@ -70,11 +70,9 @@ pub enum Recompute {
     Partial,
 }
 
-/// Order of micro-batches on a stage.
+/// Order of micro-batches on a stage; of equally good ones the first is preferred.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum ScheduleKind {
-    /// All forward passes, then all backward passes.
-    GPipe,
     /// One forward, one backward (PipeDream-flush, arXiv 2104.04473, figure 4 top).
     OneForwardOneBackward,
     /// The same with several parts of the model on each stage (arXiv 2104.04473, figure 4 bottom).
@@ -85,6 +83,8 @@ pub enum ScheduleKind {
     /// The same with two parts a stage, down the stages and back (ZB-V, arXiv 2401.10241, section 6, and
     /// arXiv 2405.15362).
     ZeroBubbleV,
+    /// All forward passes, then all backward passes.
+    GPipe,
 }
 
 impl Strategy {
@@ -179,6 +179,9 @@ impl ScheduleKind {
 pub fn not_programmed(strategy: &Strategy) -> Option<&'static str> {
     if strategy.context_parallel > 1 || strategy.expert_parallel > 1 {
         return Some("context and expert parallelism are not compiled yet");
+    }
+    if strategy.shard_group != strategy.data_parallel {
+        return Some("ZeRO over a part of the replicas is not compiled yet");
     }
     match strategy.schedule {
         ScheduleKind::GPipe | ScheduleKind::OneForwardOneBackward => {}

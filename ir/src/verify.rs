@@ -4,7 +4,8 @@
 //! 2. the model is sound, and its hash and parameter counts are those of the file;
 //! 3. the mesh has the strategy's degrees, and every rank lies on exactly one stage;
 //! 4. the groups along each axis partition the ranks;
-//! 5. the batch is whole micro-batches on each replica, as many as the schedule can take;
+//! 5. the batch is whole micro-batches on each replica, as many as the schedule can take; shard groups are whole
+//!    parts of the replicas, and each rank holds whole experts;
 //! 6. every layer is on exactly one stage, in the order of the schedule's parts, the embedding beside the first and
 //!    the head beside the last;
 //! 7. parameters and their shards are those of the model under the tensor split, and the parts make up
@@ -50,7 +51,7 @@ use crate::mesh::{Axis, Rank, StageId, build_mesh};
 use crate::model::{LayerRun, check_model, layer_runs};
 use crate::pipeline::{Pipeline, in_flight};
 use crate::plan::{FORMAT_VERSION, Plan, Stage};
-use crate::sharding::{TensorSplit, tensor_split};
+use crate::sharding::{TensorSplit, split_of};
 use crate::text::content_hash;
 use crate::units::Seconds;
 
@@ -75,6 +76,7 @@ pub fn verify(plan: &Plan, origin: &str) -> Vec<Problem> {
     let graph = build_graph(&plan.model);
     check_mesh(plan, &mut check);
     check_batch(plan, &mut check);
+    check_experts(plan, &mut check);
     let before = check.problems.len();
     check_layers(plan, &mut check);
     check_stages(plan, &graph, split, &mut check);
@@ -146,7 +148,7 @@ fn check_inputs(plan: &Plan, check: &mut Check) {
 
 fn check_split(plan: &Plan, check: &mut Check) -> Option<TensorSplit> {
     let strategy = &plan.strategy;
-    match tensor_split(&plan.model, strategy.tensor_parallel, strategy.sequence_parallel) {
+    match split_of(&plan.model, strategy) {
         Ok(split) => {
             let added = split.added_parameters(&plan.model);
             check.expect(plan.added_parameters, added, "added_parameters", "parameters added by padding");
@@ -207,6 +209,19 @@ fn check_batch(plan: &Plan, check: &mut Check) {
     if !strategy.data_parallel.is_multiple_of(strategy.shard_group) {
         let what = format!("shard group {} does not divide {} replicas", strategy.shard_group, strategy.data_parallel);
         check.report(what, "strategy.shard_group", EDITED);
+    }
+}
+
+/// The ranks of the expert axis are some of those of data and context, and each holds whole experts.
+fn check_experts(plan: &Plan, check: &mut Check) {
+    let strategy = &plan.strategy;
+    let degree = strategy.expert_parallel;
+    let experts = plan.model.feed_forward.num_experts();
+    let ranks = strategy.data_parallel * strategy.context_parallel;
+    if !ranks.is_multiple_of(degree) || !experts.is_multiple_of(degree) {
+        let what =
+            format!("expert degree {degree} does not divide {ranks} replicas and contexts and {experts} experts");
+        check.report(what, "strategy.expert_parallel", EDITED);
     }
 }
 

@@ -5,7 +5,7 @@ use ir::error::Problem;
 use ir::graph::ModelGraph;
 use ir::mesh::{Axis, build_mesh};
 use ir::plan::{StopReason, TimeTerm};
-use ir::strategy::{Recompute, Strategy};
+use ir::strategy::{Recompute, ScheduleKind, Strategy};
 use ir::units::Seconds;
 
 use crate::error::Error;
@@ -44,17 +44,36 @@ pub fn describe(strategy: &Strategy) -> String {
         degree => format!("{name}{degree}"),
     };
     format!(
-        "tensor {} x pipeline {} x data {}{}{}{}, ZeRO-{}, micro-batch {}, {recompute}{}",
+        "tensor {} x pipeline {} x data {}{}{}{}{}, ZeRO-{}{}, micro-batch {}, {recompute}{}",
         strategy.tensor_parallel,
         strategy.pipeline_parallel,
         strategy.data_parallel,
         beyond_one(" x context ", strategy.context_parallel),
         beyond_one(", experts over ", strategy.expert_parallel),
         beyond_one(", virtual stages ", strategy.virtual_stages),
+        match strategy.schedule {
+            ScheduleKind::OneForwardOneBackward | ScheduleKind::Interleaved => String::new(),
+            schedule => format!(", schedule {}", schedule.name()),
+        },
         u8::from(strategy.zero_stage),
+        match strategy.shard_group == strategy.data_parallel {
+            true => String::new(),
+            false => format!(" in groups of {}", strategy.shard_group),
+        },
         strategy.micro_batch,
         if strategy.sequence_parallel { ", sequence parallel" } else { "" }
     )
+}
+
+/// What the best layout that can be executed is, where it is another than the best.
+pub fn executable_sentence(outcome: &Outcome) -> Option<String> {
+    let (best, executable) = (outcome.best.first()?, outcome.executable.as_ref()?);
+    Some(format!(
+        "this layout cannot be executed yet; the fastest that can ({}) takes {}, {:+.1} %: `--executable` plans it",
+        describe(&executable.strategy),
+        executable.prediction.step,
+        (executable.prediction.step.0 / best.prediction.step.0 - 1.0) * 100.0,
+    ))
 }
 
 fn memory_sentence(request: &Request, winner: &Scored) -> String {

@@ -8,6 +8,7 @@ use ir::sharding::{SplitError, tensor_split};
 use ir::strategy::{Recompute, ScheduleKind, ZeroStage};
 
 use crate::error::Error;
+use crate::space::{fits_parts, open_schedules};
 
 /// Most GPUs of a request.
 pub const GPU_LIMIT: u64 = 1 << 20;
@@ -42,12 +43,18 @@ pub struct FixedChoices {
     pub pipeline_parallel: Option<u64>,
     /// `--data-parallel`.
     pub data_parallel: Option<u64>,
+    /// `--context-parallel`.
+    pub context_parallel: Option<u64>,
+    /// `--expert-parallel`.
+    pub expert_parallel: Option<u64>,
     /// `--zero-stage`.
     pub zero_stage: Option<ZeroStage>,
     /// `--micro-batch`.
     pub micro_batch: Option<u64>,
     /// `--recompute`.
     pub recompute: Option<Recompute>,
+    /// `--virtual-stages`.
+    pub virtual_stages: Option<u64>,
     /// `--schedule`.
     pub schedule: Option<ScheduleKind>,
     /// `--sequence-parallel`.
@@ -62,9 +69,12 @@ impl FixedChoices {
         push("tensor-parallel", self.tensor_parallel.map(|n| n.to_string()));
         push("pipeline-parallel", self.pipeline_parallel.map(|n| n.to_string()));
         push("data-parallel", self.data_parallel.map(|n| n.to_string()));
+        push("context-parallel", self.context_parallel.map(|n| n.to_string()));
+        push("expert-parallel", self.expert_parallel.map(|n| n.to_string()));
         push("zero-stage", self.zero_stage.map(|stage| u8::from(stage).to_string()));
         push("micro-batch", self.micro_batch.map(|n| n.to_string()));
         push("recompute", self.recompute.map(|recompute| recompute.name().to_owned()));
+        push("virtual-stages", self.virtual_stages.map(|n| n.to_string()));
         push("schedule", self.schedule.map(|schedule| schedule.name().to_owned()));
         push("sequence-parallel", self.sequence_parallel.map(|on| if on { "on" } else { "off" }.to_owned()));
         flags
@@ -76,9 +86,12 @@ impl FixedChoices {
             FixedChoices { tensor_parallel: None, ..*self },
             FixedChoices { pipeline_parallel: None, ..*self },
             FixedChoices { data_parallel: None, ..*self },
+            FixedChoices { context_parallel: None, ..*self },
+            FixedChoices { expert_parallel: None, ..*self },
             FixedChoices { zero_stage: None, ..*self },
             FixedChoices { micro_batch: None, ..*self },
             FixedChoices { recompute: None, ..*self },
+            FixedChoices { virtual_stages: None, ..*self },
             FixedChoices { schedule: None, ..*self },
             FixedChoices { sequence_parallel: None, ..*self },
         ];
@@ -149,22 +162,29 @@ fn check_device(request: &Request, problems: &mut Vec<Problem>) {
 }
 
 fn check_degrees(request: &Request, problems: &mut Vec<Problem>) {
-    let FixedChoices { tensor_parallel, pipeline_parallel, data_parallel, .. } = request.fixed;
+    let FixedChoices { tensor_parallel, pipeline_parallel, data_parallel, context_parallel, .. } = request.fixed;
     let degrees = [
         ("--tensor-parallel", tensor_parallel),
         ("--pipeline-parallel", pipeline_parallel),
         ("--data-parallel", data_parallel),
+        ("--context-parallel", context_parallel),
     ];
-    let given: Vec<(&str, u64)> = degrees.into_iter().filter_map(|(flag, degree)| Some((flag, degree?))).collect();
-    if let Some((flag, _)) = given.iter().find(|(_, degree)| *degree == 0) {
-        problems.push(Problem::new(format!("{flag} is 0"), *flag, "degrees are 1 or more"));
+    let others =
+        [("--expert-parallel", request.fixed.expert_parallel), ("--virtual-stages", request.fixed.virtual_stages)];
+    let zero = degrees.iter().chain(&others).filter(|(_, degree)| *degree == Some(0));
+    problems.extend(zero.map(|(flag, _)| Problem::new(format!("{flag} is 0"), *flag, "degrees are 1 or more")));
+    if !problems.is_empty() {
         return;
     }
+    let given: Vec<(&str, u64)> = degrees.into_iter().filter_map(|(flag, degree)| Some((flag, degree?))).collect();
     let product = given.iter().try_fold(1u64, |product, (_, degree)| product.checked_mul(*degree));
     let fits = product.is_some_and(|product| match given.len() {
-        3 => product == request.gpus,
+        4 => product == request.gpus,
         _ => request.gpus.is_multiple_of(product),
     });
+    // A stack without context parallelism leaves nothing to fill up with beside three degrees.
+    let whole = context_parallel.is_some() || request.machine.stack.offers.context_parallel.is_some();
+    let fits = fits && (whole || given.len() < 3 || product == Some(request.gpus));
     if !fits {
         let flags: Vec<String> = given.iter().map(|(flag, degree)| format!("{flag} {degree}")).collect();
         problems.push(Problem::new(
@@ -188,6 +208,80 @@ fn check_degrees(request: &Request, problems: &mut Vec<Problem>) {
             "--pipeline-parallel",
             format!("give at most {} stages: each holds at least one layer", request.model.num_layers),
         ));
+    }
+    check_context_degree(request, problems);
+    check_expert_degree(request, problems);
+    check_virtual_stages(request, problems);
+}
+
+fn check_context_degree(request: &Request, problems: &mut Vec<Problem>) {
+    let Some(degree) = request.fixed.context_parallel else { return };
+    let sequence = request.workload.sequence_length;
+    let splits = |degree: u64| degree == 1 || sequence.is_multiple_of(degree.saturating_mul(2));
+    if !splits(degree) {
+        let legal: Vec<u64> = divisors(request.gpus).into_iter().filter(|degree| splits(*degree)).collect();
+        problems.push(Problem::new(
+            format!("context_parallel {degree} does not split a sequence of {sequence} into two parts a rank"),
+            "--context-parallel",
+            format!("degrees that split it and divide {} GPUs: {}", request.gpus, list(&legal)),
+        ));
+    }
+}
+
+/// The expert degree divides the experts, and the replicas times contexts that fixed degrees leave.
+fn check_expert_degree(request: &Request, problems: &mut Vec<Problem>) {
+    let Some(degree) = request.fixed.expert_parallel else { return };
+    let experts = request.model.feed_forward.num_experts();
+    let FixedChoices { tensor_parallel, pipeline_parallel, data_parallel, context_parallel, .. } = request.fixed;
+    let others = tensor_parallel.unwrap_or(1).saturating_mul(pipeline_parallel.unwrap_or(1));
+    let ranks = match (data_parallel, context_parallel) {
+        (Some(data), Some(context)) => data.saturating_mul(context),
+        _ => request.gpus / others.max(1),
+    };
+    let shares = |degree: u64| experts.is_multiple_of(degree) && ranks.is_multiple_of(degree);
+    if !shares(degree) {
+        let legal: Vec<u64> = divisors(experts).into_iter().filter(|degree| shares(*degree)).collect();
+        let what = match experts {
+            1 => format!("expert_parallel {degree} for a model without routed experts"),
+            _ => {
+                format!("expert_parallel {degree} does not divide {experts} experts and {ranks} replicas and contexts")
+            }
+        };
+        problems.push(Problem::new(what, "--expert-parallel", format!("legal degrees: {}", list(&legal))));
+    }
+}
+
+/// The schedule takes so many parts a stage, and the layers fill them.
+fn check_virtual_stages(request: &Request, problems: &mut Vec<Problem>) {
+    let layers = request.model.num_layers;
+    let schedules = open_schedules(request);
+    let stages = match request.fixed.pipeline_parallel {
+        Some(stages) => vec![stages],
+        None => divisors(request.gpus),
+    };
+    let fits = |parts: u64| {
+        let on = |stages: &u64| schedules.iter().any(|schedule| fits_parts(request, *schedule, *stages, parts));
+        stages.iter().any(on)
+    };
+    let Some(parts) = request.fixed.virtual_stages else {
+        if let Some(schedule) = request.fixed.schedule.filter(|_| !(1..=layers).any(fits)) {
+            let what = format!("schedule {} has no parts of {layers} layers on these stages", schedule.name());
+            let help = "it needs 2 or more stages with 2 or more parts of whole layers on each";
+            problems.push(Problem::new(what, "--schedule", help));
+        }
+        return;
+    };
+    if !fits(parts) {
+        let legal: Vec<u64> = (1..=layers).filter(|parts| fits(*parts)).collect();
+        let schedule = request.fixed.schedule.map_or(String::new(), |schedule| format!(" under {}", schedule.name()));
+        let what = match schedules.iter().any(|schedule| schedule.allows_virtual_stages(parts)) {
+            true => format!("{layers} layers do not fill {parts} parts on each stage{schedule}"),
+            false if request.fixed.schedule.is_none() => {
+                format!("stack {} does not offer {parts} parts on a stage", request.machine.stack.name)
+            }
+            false => format!("{parts} parts on a stage are not possible{schedule}"),
+        };
+        problems.push(Problem::new(what, "--virtual-stages", format!("legal numbers: {}", list(&legal))));
     }
 }
 
@@ -249,6 +343,16 @@ fn check_offers(request: &Request, problems: &mut Vec<Problem>) {
         (more_than_one(fixed.tensor_parallel) && !offers.tensor_parallel, "--tensor-parallel", "tensor parallelism"),
         (more_than_one(fixed.pipeline_parallel) && !offers.pipeline_parallel, "--pipeline-parallel", "pipeline stages"),
         (
+            more_than_one(fixed.context_parallel) && offers.context_parallel.is_none(),
+            "--context-parallel",
+            "context parallelism",
+        ),
+        (
+            more_than_one(fixed.expert_parallel) && offers.expert_parallel.is_none(),
+            "--expert-parallel",
+            "expert parallelism",
+        ),
+        (
             fixed.sequence_parallel == Some(true) && !offers.sequence_parallel,
             "--sequence-parallel",
             "sequence parallelism",
@@ -259,7 +363,13 @@ fn check_offers(request: &Request, problems: &mut Vec<Problem>) {
             "--recompute",
             "this recomputation",
         ),
-        (fixed.schedule.is_some_and(|choice| !offers.schedules.contains(&choice)), "--schedule", "this schedule"),
+        (
+            fixed.schedule.is_some_and(|choice| {
+                !offers.schedules.contains(&choice) && !offers.requested_schedules.contains(&choice)
+            }),
+            "--schedule",
+            "this schedule",
+        ),
     ];
     for (_, flag, what) in missing.into_iter().filter(|(absent, _, _)| *absent) {
         problems.push(Problem::new(

@@ -1,27 +1,31 @@
-//! Exact search: estimate open layouts in the order of their lower bounds until no bound can win.
+//! Exact search: a tree of layouts, done in the order of its lower bounds until no bound can win.
 
+mod costs;
+mod nearest;
+mod score;
+mod tree;
+
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
 use cost_models::memory::StageMemory;
-use cost_models::step::{
-    BlockTime, CostedBlock, PerBlock, Scenario, StageContent, StepPrediction, block_times, costed_blocks, predict_step,
-    stage_memory_of, step_lower_bound,
-};
+use cost_models::step::{Scenario, StageContent, StepPrediction};
 use ir::graph::ModelGraph;
 use ir::model::{MAX_LAYER_RUNS, layer_runs};
-use ir::pipeline::Pipeline;
 use ir::plan::StopReason;
-use ir::sharding::split_of;
-use ir::strategy::{Recompute, Strategy};
-use ir::units::{Bytes, Seconds};
+use ir::strategy::{ScheduleKind, Strategy, ZeroStage};
+use ir::units::Bytes;
 
-use crate::partition::{
-    LayerCounts, PartitionProblem, StageShare, recompute_to_fit, solve_by_threshold, solve_evenly, split_evenly,
-    split_for_least_memory, stage_contents, state_problem,
-};
+use crate::partition::LayerCounts;
 use crate::request::Request;
-use crate::space::{Pruning, Rejection, Space, enumerate};
+use crate::space::{Pruning, Rejection, Sharding, enumerate};
 use crate::watch::Watch;
+use costs::Costs;
+use score::{may_fit, score, split_fits, split_in_time};
+use tree::{Case, Item, Node, Tree, is_below};
+
+pub use nearest::nearest_miss;
+pub use score::{partition_of, score_as_run, score_given_split, score_layout};
 
 /// A layout with its stage split and what it should cost.
 #[derive(Clone, Debug)]
@@ -41,6 +45,8 @@ pub struct Scored {
 pub struct Outcome {
     /// Layouts that fit, best first; at most as many as asked for.
     pub best: Vec<Scored>,
+    /// The best layout that can be executed, where it is another than the best.
+    pub executable: Option<Scored>,
     /// Candidates of the stated space.
     pub enumerated: u64,
     /// Candidates that were estimated and fit.
@@ -53,16 +59,6 @@ pub struct Outcome {
     pub stop_reason: StopReason,
 }
 
-/// Costs of blocks by tensor degree, sequence parallelism and micro-batch.
-type BlockTable = BTreeMap<(u64, bool, u64), PerBlock<CostedBlock>>;
-
-/// An open layout with its bound.
-struct Bounded {
-    strategy: Strategy,
-    times: PerBlock<BlockTime>,
-    bound: Seconds,
-}
-
 impl Scored {
     /// The fullest stage and its ranks' device use.
     pub fn fullest_stage(&self) -> (usize, Bytes) {
@@ -71,7 +67,7 @@ impl Scored {
     }
 
     /// Order of preference: time, then memory, then the lexicographically smallest strategy.
-    fn precedes(&self, other: &Scored) -> std::cmp::Ordering {
+    fn precedes(&self, other: &Scored) -> Ordering {
         let time = self.prediction.step.0.total_cmp(&other.prediction.step.0);
         let memory = || self.fullest_stage().1.cmp(&other.fullest_stage().1);
         time.then_with(memory).then_with(|| self.strategy.cmp(&other.strategy))
@@ -95,7 +91,7 @@ pub fn run_lengths(request: &Request) -> LayerCounts {
 /// Searches the stated space of a checked request.
 ///
 /// The result is the optimum: a layout is left out only under a rule of [`Pruning`], the last of which
-/// compares a true lower bound with the worst of the `top` layouts reported.
+/// compares a true lower bound with the worst of the `top` layouts reported, and of executable ones with the best.
 pub fn search(request: &Request, graph: &ModelGraph) -> Outcome {
     search_watched(request, graph, &Watch::default())
 }
@@ -104,36 +100,82 @@ pub fn search(request: &Request, graph: &ModelGraph) -> Outcome {
 pub fn search_watched(request: &Request, graph: &ModelGraph, watch: &Watch) -> Outcome {
     let scenario = scenario(request, graph);
     let space = enumerate(request);
-    let table = block_table(scenario, &space);
-    let candidates = bound_candidates(scenario, &space, &table, run_lengths(request));
-    let mut outcome = Outcome {
-        best: Vec::new(),
-        enumerated: space.enumerated,
-        feasible: 0,
-        pruned: space.pruned,
-        rejected: space.rejected,
-        stop_reason: StopReason::Optimal,
-    };
-    watch.begin(candidates.len() as u64);
-    for (index, candidate) in candidates.iter().enumerate() {
-        let worst = outcome.best.get(request.top.max(1) - 1);
-        let slower = worst.is_some_and(|worst| candidate.bound.0 > worst.prediction.step.0);
-        if slower || watch.stopped() {
-            let rule = if slower { Pruning::SlowerThanReported } else { Pruning::Interrupted };
-            outcome.pruned.insert(rule, (candidates.len() - index) as u64);
-            outcome.stop_reason = if slower { StopReason::Optimal } else { StopReason::Interrupted };
+    let mut costs = Costs::new(scenario);
+    let mut tree = Tree::new(request, scenario, &space, run_lengths(request));
+    let mut found = Found::new(request, tree.executable);
+    let mut interrupted = 0;
+    watch.begin(tree.count());
+    while let Some(node) = tree.pop() {
+        if node.bound > found.limit(true) {
+            found.pruned += node.count + tree.count();
             break;
         }
-        watch.advance();
-        match score(request, scenario, blocks_of(&table, &candidate.strategy), candidate) {
-            Some(scored) => {
-                outcome.feasible += 1;
-                insert(&mut outcome.best, scored, request.top.max(1));
-            }
-            None => *outcome.rejected.entry(Rejection::OutOfMemory).or_default() += 1,
+        if watch.stopped() {
+            interrupted = node.count + tree.count();
+            break;
+        }
+        search_node(request, scenario, node, &mut tree, &mut costs, &mut found);
+        watch.reach(found.pruned + found.out_of_memory + found.feasible);
+    }
+    let Found { best, executable, feasible, out_of_memory, .. } = found;
+    let mut outcome = Outcome {
+        executable: executable.filter(|scored| best[0].strategy != scored.strategy),
+        best,
+        enumerated: space.enumerated,
+        feasible,
+        pruned: space.pruned,
+        rejected: space.rejected,
+        stop_reason: if interrupted > 0 { StopReason::Interrupted } else { StopReason::Optimal },
+    };
+    let pruned = [(Pruning::SlowerThanReported, found.pruned), (Pruning::Interrupted, interrupted)];
+    outcome.pruned.extend(pruned.into_iter().filter(|(_, count)| *count > 0));
+    outcome.rejected.extend((out_of_memory > 0).then_some((Rejection::OutOfMemory, out_of_memory)));
+    outcome
+}
+
+/// What a search has found so far, and how many layouts it is done with.
+struct Found {
+    top: usize,
+    seeks_executable: bool,
+    best: Vec<Scored>,
+    executable: Option<Scored>,
+    feasible: u64,
+    pruned: u64,
+    out_of_memory: u64,
+}
+
+impl Found {
+    fn new(request: &Request, seeks_executable: bool) -> Found {
+        Found {
+            top: request.top.max(1),
+            seeks_executable,
+            best: Vec::new(),
+            executable: None,
+            feasible: 0,
+            pruned: 0,
+            out_of_memory: 0,
         }
     }
-    outcome
+
+    /// The time above which a layout is of no interest.
+    fn limit(&self, executable: bool) -> f64 {
+        let time = |scored: Option<&Scored>| scored.map_or(f64::INFINITY, |scored| scored.prediction.step.0);
+        let worst = time(self.best.get(self.top - 1));
+        if executable && self.seeks_executable { worst.max(time(self.executable.as_ref())) } else { worst }
+    }
+
+    fn add(&mut self, scored: Option<Scored>, executable: bool) {
+        let Some(scored) = scored else {
+            self.out_of_memory += 1;
+            return;
+        };
+        self.feasible += 1;
+        let better = |other: &Scored| scored.precedes(other) == Ordering::Less;
+        if executable && self.executable.as_ref().is_none_or(better) {
+            self.executable = Some(scored.clone());
+        }
+        insert(&mut self.best, scored, self.top);
+    }
 }
 
 fn insert(best: &mut Vec<Scored>, scored: Scored, most: usize) {
@@ -144,163 +186,75 @@ fn insert(best: &mut Vec<Scored>, scored: Scored, most: usize) {
     }
 }
 
-fn block_table(scenario: Scenario, space: &Space) -> BlockTable {
-    let mut table = BlockTable::new();
-    for strategy in &space.open {
-        let key = (strategy.tensor_parallel, strategy.sequence_parallel, strategy.micro_batch);
-        table.entry(key).or_insert_with(|| costed_blocks(scenario, space.splits[&(key.0, key.1)], key.2));
+fn search_node(
+    request: &Request,
+    scenario: Scenario,
+    node: Node,
+    tree: &mut Tree,
+    costs: &mut Costs,
+    found: &mut Found,
+) {
+    if node.bound > found.limit(node.executable) {
+        found.pruned += node.count;
+        return;
     }
-    table
-}
-
-fn blocks_of<'a>(table: &'a BlockTable, strategy: &Strategy) -> &'a PerBlock<CostedBlock> {
-    &table[&(strategy.tensor_parallel, strategy.sequence_parallel, strategy.micro_batch)]
-}
-
-/// Open layouts with their bounds, lowest first; equal bounds in the order of strategies.
-fn bound_candidates(scenario: Scenario, space: &Space, table: &BlockTable, layers: LayerCounts) -> Vec<Bounded> {
-    let bounded = space.open.iter().map(|strategy| {
-        let times = block_times(scenario, blocks_of(table, strategy), strategy);
-        let bound = step_lower_bound(scenario, &times, layers, strategy);
-        Bounded { strategy: strategy.clone(), times, bound }
-    });
-    let mut candidates: Vec<Bounded> = bounded.collect();
-    candidates.sort_by(|a, b| a.bound.0.total_cmp(&b.bound.0).then_with(|| a.strategy.cmp(&b.strategy)));
-    candidates
-}
-
-/// The fastest split that fits, of those that the stack offers.
-fn fastest_split(scenario: Scenario, problem: &PartitionProblem) -> Option<Vec<StageShare>> {
-    match scenario.machine.stack.offers.uneven_stages {
-        true => solve_by_threshold(problem),
-        false => solve_evenly(problem),
+    match node.item {
+        Item::Family(family) => found.pruned += tree.push_cases(family, costs, found.limit(true)),
+        Item::Case(case) => expand(request, scenario, case, tree, costs, found),
+        Item::Layout(case, passes, sharding) => {
+            let strategy = tree.strategy(case, passes, sharding);
+            let times = costs.times(case.costs, &strategy);
+            let scored = score(scenario, costs.blocks(case.costs), &times, &strategy, run_lengths(request));
+            found.add(scored, node.executable);
+        }
     }
 }
 
-/// Splits a layout into stages and predicts it; `None` if it does not fit into memory.
-fn score(request: &Request, scenario: Scenario, blocks: &PerBlock<CostedBlock>, candidate: &Bounded) -> Option<Scored> {
-    let strategy = &candidate.strategy;
-    let problem = state_problem(scenario, blocks, &candidate.times, strategy, run_lengths(request));
-    let split = fastest_split(scenario, &problem)?;
-    let scored = score_split(scenario, blocks, &candidate.times, strategy, &split);
-    (scored.fullest_stage().1 <= scenario.machine.usable_memory()).then_some(scored)
-}
-
-/// Predicts one layout, whether or not it fits: with the split that fits and is fastest, else the fastest.
-///
-/// `None` if the tensor degree cannot split the model, no stage split exists, or the schedule has no order for it.
-pub fn score_layout(request: &Request, graph: &ModelGraph, strategy: &Strategy) -> Option<Scored> {
-    let scenario = scenario(request, graph);
-    let (blocks, times) = costs_of(request, scenario, strategy)?;
-    let problem = state_problem(scenario, &blocks, &times, strategy, run_lengths(request));
-    let unlimited = || fastest_split(scenario, &PartitionProblem { capacity: f64::INFINITY, ..problem.clone() });
-    let split = fastest_split(scenario, &problem).or_else(unlimited)?;
-    Some(score_split(scenario, &blocks, &times, strategy, &split))
-}
-
-/// Predicts a layout as people run it: with equal stages where the layers divide, else with the fastest split.
-///
-/// `None` if the tensor degree cannot split the model, no stage split exists, or the schedule has no order for it.
-pub fn score_as_run(request: &Request, graph: &ModelGraph, strategy: &Strategy) -> Option<Scored> {
-    let scenario = scenario(request, graph);
-    let (blocks, times) = costs_of(request, scenario, strategy)?;
+/// Replaces a case by its layouts: those out of memory and those that cannot win are done with.
+fn expand(request: &Request, scenario: Scenario, case: Case, tree: &mut Tree, costs: &mut Costs, found: &mut Found) {
+    let mesh = &tree.meshes[case.mesh];
     let layers = run_lengths(request);
-    let fastest = || {
-        let problem = state_problem(scenario, &blocks, &times, strategy, layers);
-        solve_by_threshold(&PartitionProblem { capacity: f64::INFINITY, ..problem })
-    };
-    let even = split_evenly(layers, Pipeline::of(strategy).num_parts());
-    let split = even.map(|split| split.into_iter().map(StageShare::from).collect()).or_else(fastest)?;
-    Some(score_split(scenario, &blocks, &times, strategy, &split))
-}
-
-/// Predicts one layout with a stage split given by the caller, whether or not it fits.
-///
-/// `None` if the tensor degree cannot split the model.
-pub fn score_given_split(
-    request: &Request,
-    graph: &ModelGraph,
-    strategy: &Strategy,
-    split: &[StageShare],
-) -> Option<Scored> {
-    let scenario = scenario(request, graph);
-    let (blocks, times) = costs_of(request, scenario, strategy)?;
-    Some(score_split(scenario, &blocks, &times, strategy, split))
-}
-
-/// The stage-partition problem of a layout; `None` if the tensor degree cannot split the model.
-pub fn partition_of(request: &Request, graph: &ModelGraph, strategy: &Strategy) -> Option<PartitionProblem> {
-    let scenario = scenario(request, graph);
-    let (blocks, times) = costs_of(request, scenario, strategy)?;
-    Some(state_problem(scenario, &blocks, &times, strategy, run_lengths(request)))
-}
-
-fn costs_of(
-    request: &Request,
-    scenario: Scenario,
-    strategy: &Strategy,
-) -> Option<(PerBlock<CostedBlock>, PerBlock<BlockTime>)> {
-    let pipeline = Pipeline::of(strategy);
-    let ordered = pipeline.schedule.allows_virtual_stages(pipeline.virtual_stages)
-        && pipeline.schedule.allows_micro_batches(pipeline.micro_batches, pipeline.num_stages);
-    let split = split_of(&request.model, strategy).ok().filter(|_| ordered)?;
-    let blocks = costed_blocks(scenario, split, strategy.micro_batch);
-    Some((blocks, block_times(scenario, &blocks, strategy)))
-}
-
-/// Predicts a layout with a given stage split.
-fn score_split(
-    scenario: Scenario,
-    blocks: &PerBlock<CostedBlock>,
-    times: &PerBlock<BlockTime>,
-    strategy: &Strategy,
-    split: &[StageShare],
-) -> Scored {
-    let mut contents = stage_contents(strategy, split);
-    if strategy.virtual_stages > 1 {
-        recompute_to_fit(scenario, blocks, strategy, &mut contents);
-    }
-    let parts = contents.chunks(strategy.virtual_stages as usize);
-    let memory = |(parts, stage): (&[StageContent], u64)| stage_memory_of(scenario, blocks, strategy, parts, stage);
-    Scored {
-        strategy: Strategy {
-            layers_per_stage: contents.iter().map(|content| content.layers.iter().sum()).collect(),
-            recomputed_layers: match strategy.recompute {
-                Recompute::Partial => contents.iter().map(|content| content.recomputed.iter().sum()).collect(),
-                Recompute::None | Recompute::Selective | Recompute::Full => Vec::new(),
-            },
-            ..strategy.clone()
-        },
-        prediction: predict_step(scenario, blocks, times, strategy, &contents),
-        memory: parts.zip(0..).map(memory).collect(),
-        contents,
-    }
-}
-
-/// The layout that comes nearest to fitting where none does: the one whose fullest stage is least full.
-///
-/// Layouts are compared with their fastest split; the winner is then split for the least memory. `None` if
-/// no layout of the space can run whatever the memory.
-pub fn nearest_miss(request: &Request, graph: &ModelGraph) -> Option<Scored> {
-    let scenario = scenario(request, graph);
-    let space = enumerate(request);
-    let table = &block_table(scenario, &space);
-    let candidates = bound_candidates(scenario, &space, table, run_lengths(request));
-    let problem_of = |candidate: &Bounded| {
-        let blocks = blocks_of(table, &candidate.strategy);
-        state_problem(scenario, blocks, &candidate.times, &candidate.strategy, run_lengths(request))
-    };
-    let predicted = |candidate: &Bounded, split: Option<Vec<StageShare>>| {
-        let blocks = blocks_of(table, &candidate.strategy);
-        Some(score_split(scenario, blocks, &candidate.times, &candidate.strategy, &split?))
-    };
-    let unlimited = |candidate: &Bounded| PartitionProblem { capacity: f64::INFINITY, ..problem_of(candidate) };
-    let fastest = |candidate: &Bounded| predicted(candidate, fastest_split(scenario, &unlimited(candidate)));
-    let all = candidates.iter().filter_map(|candidate| Some((candidate, fastest(candidate)?)));
-    let by_memory = |a: &Scored, b: &Scored| a.fullest_stage().1.cmp(&b.fullest_stage().1).then_with(|| a.precedes(b));
-    let (candidate, scored) = all.min_by(|a, b| by_memory(&a.1, &b.1))?;
-    match scenario.machine.stack.offers.uneven_stages {
-        true => predicted(candidate, split_for_least_memory(&unlimited(candidate))),
-        false => Some(scored),
+    // ZeRO stages under which not even 1F1B fits, which holds no more than GPipe anywhere.
+    let mut too_full: Vec<ZeroStage> = Vec::new();
+    for (pass, passes) in tree.passes_of(case) {
+        let strategy = tree.strategy(case, pass, 0);
+        let unsharded = Strategy { zero_stage: ZeroStage::None, ..strategy };
+        let times = costs.times(case.costs, &unsharded);
+        if !is_below(tree.pipeline_bound(costs, &times, case, &unsharded), found.limit(true)) {
+            found.pruned += mesh.layouts.sharding.len() as u64;
+            continue;
+        }
+        // The split of several parts a stage looks at times only, which ZeRO changes from stage 2 on.
+        let several = passes.virtual_stages > 1;
+        let split = several.then(|| split_in_time(scenario, costs.blocks(case.costs), &times, &unsharded, layers));
+        let mut start = 0;
+        for group in mesh.layouts.sharding.chunk_by(|a, b| a.zero_stage == b.zero_stage) {
+            let [first, last] = [start, start + group.len() - 1];
+            start += group.len();
+            let zero_stage = group[0].zero_stage;
+            // With an equal split, any layout of the group that shards is at least as full as the last one, which
+            // shards over the most ranks.
+            let split = split.as_ref().filter(|_| zero_stage < ZeroStage::Gradients);
+            let as_full =
+                |sharding: &Sharding| sharding.shard_group * mesh.degrees.context > 1 && (!several || split.is_some());
+            let strategy = tree.strategy(case, pass, last);
+            let times = costs.times(case.costs, &strategy);
+            let blocks = costs.blocks(case.costs);
+            let fits = match split {
+                Some(split) => split.as_ref().is_some_and(|split| split_fits(scenario, blocks, &strategy, split)),
+                None if passes.schedule == ScheduleKind::GPipe && too_full.contains(&zero_stage) => false,
+                None => may_fit(scenario, blocks, &times, &strategy, layers),
+            };
+            if !fits && passes.schedule == ScheduleKind::OneForwardOneBackward {
+                too_full.push(zero_stage);
+            }
+            for (index, sharding) in (first..=last).zip(group) {
+                if !fits && (index == last || as_full(sharding)) {
+                    found.out_of_memory += 1;
+                } else if !tree.push_layout(costs, case, [pass, index], |executable| found.limit(executable)) {
+                    found.pruned += 1;
+                }
+            }
+        }
     }
 }

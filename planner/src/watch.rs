@@ -30,6 +30,11 @@ impl Watch {
         self.done.fetch_add(1, Ordering::Relaxed);
     }
 
+    /// Says how many steps are done.
+    pub fn reach(&self, done: u64) {
+        self.done.store(done, Ordering::Relaxed);
+    }
+
     /// A watch for a search that is one step of this: it ends with this, and its own steps are not seen.
     pub fn of_a_step(&self) -> Watch {
         Watch { stop: Arc::clone(&self.stop), ..Watch::default() }

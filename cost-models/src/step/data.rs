@@ -4,8 +4,10 @@ use ir::mesh::{Axis, GroupFamily};
 use ir::strategy::Strategy;
 use ir::units::{Bytes, Seconds};
 
+use super::load::shards_of;
 use crate::collective::{CollectiveKind, Placement, collective_time, place};
 use crate::machine::Machine;
+use crate::memory::Shards;
 
 /// What remains of communication that computation can cover for a time: the rest, and at least the part that
 /// takes the processor from the computation.
@@ -22,28 +24,52 @@ pub(super) struct HeldParameters {
 }
 
 impl HeldParameters {
-    /// Time of a collective of the data axis over bytes of each parameter: those of routed experts have fewer copies.
+    /// Time of a collective over bytes of each parameter: in the first group for those outside experts, in the second
+    /// for those of routed experts.
     pub(super) fn collective_time(
         self,
         kind: CollectiveKind,
         per_parameter: u64,
-        strategy: &Strategy,
+        groups: [Placement; 2],
         machine: &Machine,
     ) -> Seconds {
-        let parts = [self.all - self.experts, self.experts].into_iter().zip(gradient_placements(strategy, machine));
+        let parts = [self.all - self.experts, self.experts].into_iter().zip(groups);
         let held = parts.filter(|(parameters, _)| *parameters > 0);
         held.map(|(parameters, group)| collective_time(kind, Bytes(parameters * per_parameter), group, machine)).sum()
     }
+
+    /// What a rank owns of them.
+    pub(super) fn owned(self, shards: Shards) -> HeldParameters {
+        let experts = self.experts.div_ceil(shards.expert);
+        HeldParameters { all: (self.all - self.experts).div_ceil(shards.dense) + experts, experts }
+    }
 }
 
-/// Where the ranks lie that sum the gradients of parameters outside experts, and those of routed experts.
-pub(super) fn gradient_placements(strategy: &Strategy, machine: &Machine) -> [Placement; 2] {
+/// Groups of ranks that hold the same parameters: of those outside experts first, then of routed experts.
+#[derive(Clone, Copy)]
+pub(super) struct StateGroups {
+    /// All that hold them.
+    pub(super) whole: [Placement; 2],
+    /// Those over which ZeRO shards them: neighbours.
+    pub(super) shards: [Placement; 2],
+    /// Those that own the same shard.
+    pub(super) copies: [Placement; 2],
+}
+
+pub(super) fn state_groups(strategy: &Strategy, machine: &Machine) -> StateGroups {
     let replicas = strategy.data_parallel * strategy.context_parallel;
-    let tensor = strategy.tensor_parallel;
+    let experts = strategy.expert_parallel;
+    let strides = [strategy.tensor_parallel, strategy.tensor_parallel * experts];
+    let counts = [replicas, (replicas / experts).max(1)];
+    let Shards { dense, expert } = shards_of(strategy);
+    let sizes = [dense, expert];
     let at = |size, stride| {
         let family = GroupFamily { axis: Axis::Data, size, stride, count: 1 };
         place(&family, machine.fast_domain_gpus())
     };
-    let experts = strategy.expert_parallel;
-    [at(replicas, tensor), at((replicas / experts).max(1), tensor * experts)]
+    StateGroups {
+        whole: [0, 1].map(|of| at(counts[of], strides[of])),
+        shards: [0, 1].map(|of| at(sizes[of], strides[of])),
+        copies: [0, 1].map(|of| at((counts[of] / sizes[of]).max(1), strides[of] * sizes[of])),
+    }
 }

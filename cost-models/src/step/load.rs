@@ -1,10 +1,11 @@
 //! What a stage's parts put on each of its ranks.
 
 use ir::model::MAX_LAYER_RUNS;
-use ir::pipeline::{Pipeline, held_states};
+use ir::pipeline::{HeldState, Pipeline, held_states};
 use ir::strategy::{Recompute, Strategy, ZeroStage};
 use ir::units::Bytes;
 
+use super::data::HeldParameters;
 use super::{CostedBlock, PerBlock, Scenario, StageContent};
 use crate::block::BlockCost;
 use crate::memory::{Shards, StageLoad, StageMemory, stage_memory, state_bytes};
@@ -18,25 +19,29 @@ pub fn stage_memory_of(
     parts: &[StageContent],
     stage: u64,
 ) -> StageMemory {
-    let load = stage_load(blocks, strategy, parts, stage);
+    stage_memory_holding(scenario, blocks, strategy, parts, held_states(Pipeline::of(strategy), stage))
+}
+
+/// Memory of each rank of a stage that holds `parts`, at its fullest in one of these states.
+pub fn stage_memory_holding(
+    scenario: Scenario,
+    blocks: &PerBlock<CostedBlock>,
+    strategy: &Strategy,
+    parts: &[StageContent],
+    states: [HeldState; 3],
+) -> StageMemory {
+    let load = load_holding(blocks, strategy, parts, states);
     stage_memory(load, strategy.zero_stage, shards_of(strategy), scenario.model.dtype, scenario.machine)
 }
 
-/// Ranks over which ZeRO shards.
-fn shards_of(strategy: &Strategy) -> Shards {
-    let dense = strategy.shard_group * strategy.context_parallel;
-    Shards { dense, expert: (dense / strategy.expert_parallel).max(1) }
-}
-
-/// Parameters of a stage whose optimizer state one of its ranks owns.
-pub(super) fn owned_parameters(load: &StageLoad, strategy: &Strategy) -> u64 {
-    match strategy.zero_stage {
-        ZeroStage::None => load.parameters,
-        ZeroStage::OptimizerState | ZeroStage::Gradients | ZeroStage::Parameters => {
-            let Shards { dense, expert } = shards_of(strategy);
-            (load.parameters - load.expert_parameters).div_ceil(dense) + load.expert_parameters.div_ceil(expert)
-        }
+/// Ranks over which ZeRO shards: a shard group and its contexts; of routed experts those that hold the same ones.
+pub(super) fn shards_of(strategy: &Strategy) -> Shards {
+    if strategy.zero_stage == ZeroStage::None {
+        return Shards { dense: 1, expert: 1 };
     }
+    let dense = strategy.shard_group * strategy.context_parallel;
+    let experts = strategy.expert_parallel;
+    Shards { dense, expert: if dense.is_multiple_of(experts) { dense / experts } else { 1 } }
 }
 
 /// Bytes that ranks of a stage hold in the host memory of a node.
@@ -49,7 +54,9 @@ pub fn host_memory_of(
     if !strategy.offload_optimizer {
         return Bytes(0);
     }
-    let owned = owned_parameters(&stage_load(blocks, strategy, parts, 0), strategy);
+    let load = stage_load(blocks, strategy, parts, 0);
+    let held = HeldParameters { all: load.parameters, experts: load.expert_parameters };
+    let owned = held.owned(shards_of(strategy)).all;
     host_memory(scenario.machine, state_bytes(scenario.machine, scenario.model.dtype), owned)
 }
 
@@ -60,7 +67,15 @@ pub fn stage_load(
     parts: &[StageContent],
     stage: u64,
 ) -> StageLoad {
-    let states = held_states(Pipeline::of(strategy), stage);
+    load_holding(blocks, strategy, parts, held_states(Pipeline::of(strategy), stage))
+}
+
+fn load_holding(
+    blocks: &PerBlock<CostedBlock>,
+    strategy: &Strategy,
+    parts: &[StageContent],
+    states: [HeldState; 3],
+) -> StageLoad {
     let mut load = StageLoad { offloads_optimizer: strategy.offload_optimizer, ..StageLoad::default() };
     let mut held = [Bytes(0); 3];
     for (content, part) in parts.iter().zip(0..) {

@@ -3,8 +3,8 @@
 use ir::strategy::{Strategy, ZeroStage};
 use ir::units::{Bytes, Seconds};
 
-use super::data::{HeldParameters, exposed};
-use super::load::owned_parameters;
+use super::data::{HeldParameters, exposed, state_groups};
+use super::load::shards_of;
 use super::{CostedBlock, PerBlock, Scenario, StageContent, stage_load};
 use crate::collective::{CollectiveKind, Placement, collective_time};
 use crate::memory::state_bytes;
@@ -31,32 +31,56 @@ pub(super) fn stage_tail(
     parts: &[StageContent],
     pass: StageTime,
 ) -> Tail {
-    let machine = scenario.machine;
     let load = stage_load(blocks, strategy, parts, 0);
-    let bytes = state_bytes(machine, scenario.model.dtype);
     let held = HeldParameters { all: load.parameters, experts: load.expert_parameters };
-    let time = |kind, per_parameter| held.collective_time(kind, per_parameter, strategy, machine);
-    let covered = pass.backward * machine.stack.overlap.gradient_reduction.value;
-    let tensors = parts.iter().flat_map(|part| blocks.parts(part)).map(|(count, block)| count * block.tensors);
-    let further = machine.further(tensors.sum());
-    let waiting = if strategy.data_parallel > 1 { machine.waiting().map(|t| t + further) } else { [Seconds(0.0); 2] };
-    let exposed = |reduction: Seconds| waiting[1] + exposed(reduction, covered, machine);
-    let gather = || waiting[0] + time(CollectiveKind::AllGather, bytes.weight);
-    let all_reduce = machine.stack.overlap.zero_one_all_reduces;
-    let mut data = match strategy.zero_stage {
-        ZeroStage::None => exposed(time(CollectiveKind::AllReduce, bytes.gradient)),
-        ZeroStage::OptimizerState => {
-            let kind = if all_reduce { CollectiveKind::AllReduce } else { CollectiveKind::ReduceScatter };
-            exposed(time(kind, bytes.gradient)) + gather()
-        }
-        ZeroStage::Gradients => gather(),
-        ZeroStage::Parameters => Seconds(0.0),
+    let tensors = parts.iter().flat_map(|part| blocks.parts(part)).map(|(count, block)| count * block.tensors).sum();
+    let mut tail = tail_of(scenario, strategy, held, tensors, pass.backward);
+    tail.data += tied_reduction_time(scenario, strategy, blocks, parts);
+    tail
+}
+
+/// Tail of a stage whose ranks hold these parameters in so many tensors, with the last micro-batch's backward pass
+/// beside it.
+///
+/// Gradients are summed within shard groups, and what each rank then owns over its copies in other groups: once a
+/// step, while ZeRO-2 and 3 have summed within groups after every micro-batch.
+pub(super) fn tail_of(
+    scenario: Scenario,
+    strategy: &Strategy,
+    held: HeldParameters,
+    tensors: u64,
+    backward: Seconds,
+) -> Tail {
+    let machine = scenario.machine;
+    let bytes = state_bytes(machine, scenario.model.dtype);
+    let groups = state_groups(strategy, machine);
+    let owned = held.owned(shards_of(strategy));
+    let time = |kind, bytes, groups| held.collective_time(kind, bytes, groups, machine);
+    let covered = backward * machine.stack.overlap.gradient_reduction.value;
+    let waiting = match strategy.data_parallel * strategy.context_parallel > 1 {
+        true => machine.waiting().map(|waiting| waiting + machine.further(tensors)),
+        false => [Seconds(0.0); 2],
     };
-    data += tied_reduction_time(scenario, strategy, blocks, parts);
-    let owned = owned_parameters(&load, strategy);
+    let exposed = |reduction: Seconds| waiting[1] + exposed(reduction, covered, machine);
+    let gather = || waiting[0] + time(CollectiveKind::AllGather, bytes.weight, groups.shards);
+    let over_copies = || owned.collective_time(CollectiveKind::AllReduce, bytes.gradient, groups.copies, machine);
+    let copied = groups.copies.iter().any(|group| group.size > 1);
+    let sum_of_copies = || if copied { exposed(over_copies()) } else { Seconds(0.0) };
+    let data = match strategy.zero_stage {
+        ZeroStage::None => exposed(time(CollectiveKind::AllReduce, bytes.gradient, groups.whole)),
+        ZeroStage::OptimizerState if machine.stack.overlap.zero_one_all_reduces => {
+            exposed(time(CollectiveKind::AllReduce, bytes.gradient, groups.whole)) + gather()
+        }
+        ZeroStage::OptimizerState => {
+            let scatter = time(CollectiveKind::ReduceScatter, bytes.gradient, groups.shards);
+            exposed(scatter + over_copies()) + gather()
+        }
+        ZeroStage::Gradients => sum_of_copies() + gather(),
+        ZeroStage::Parameters => sum_of_copies(),
+    };
     let optimizer = match (strategy.offload_optimizer, &machine.cluster.host) {
-        (false, _) => optimizer_time(scenario, owned),
-        (true, Some(host)) => offloaded_update_time(host, machine.cluster.node_gpus, bytes, owned, covered),
+        (false, _) => optimizer_time(scenario, owned.all),
+        (true, Some(host)) => offloaded_update_time(host, machine.cluster.node_gpus, bytes, owned.all, covered),
         // No way to a host is known.
         (true, None) => Seconds(f64::INFINITY),
     };

@@ -1,10 +1,11 @@
 //! States the partition problem of a strategy, and puts a solution's parts on their stages.
 
 use cost_models::step::{
-    BlockTime, CostedBlock, PerBlock, Scenario, StageContent, StagePosition, stage_memory_of, stage_time, transfer_time,
+    BlockTime, CostedBlock, PerBlock, Scenario, StageContent, StagePosition, stage_memory_holding, stage_memory_of,
+    stage_time, transfer_time,
 };
 use ir::model::MAX_LAYER_RUNS;
-use ir::pipeline::{Pipeline, held_states};
+use ir::pipeline::{Held, HeldState, Pipeline, held_states, in_flight};
 use ir::strategy::{Recompute, Strategy};
 
 use super::{LayerCounts, PartitionProblem, Repeats, StageShare, StageTerms};
@@ -25,6 +26,15 @@ pub fn state_problem(
     let transfer = transfer_time(scenario, strategy, blocks);
     let alone = strategy.virtual_stages == 1;
     let partial = strategy.recompute == Recompute::Partial;
+    let add_memory_at = |terms: &mut StageTerms, place, states| {
+        let bytes = |share| {
+            let content = content_at(place, pipeline, share);
+            stage_memory_holding(scenario, blocks, strategy, &[content], states).device_use().0 as f64
+        };
+        add_memory(terms, layers, partial, bytes);
+    };
+    let whole_micro_batches = alone && !pipeline.schedule.splits_backward();
+    let lines = whole_micro_batches.then(|| MemoryLines::of(pipeline.num_stages, add_memory_at));
     let stages = (0..pipeline.num_parts()).map(|place| {
         let (stage, part) = pipeline.stage_and_part(place);
         let empty = content_at(place, pipeline, StageShare::default());
@@ -33,12 +43,10 @@ pub fn state_problem(
         // One of several parts may be the embedding or the head alone.
         let least_layers = u64::from(alone || !(empty.embedding || empty.head));
         let mut terms = StageTerms { least_layers, fixed_time, ..StageTerms::default() };
-        if alone {
-            let bytes = |share| {
-                let content = content_at(place, pipeline, share);
-                stage_memory_of(scenario, blocks, strategy, &[content], stage).device_use().0 as f64
-            };
-            add_memory(&mut terms, layers, partial, bytes);
+        match &lines {
+            Some(lines) => lines.add_memory(&mut terms, pipeline, stage),
+            None if alone => add_memory_at(&mut terms, place, held_states(pipeline, stage)),
+            None => {}
         }
         terms
     });
@@ -51,6 +59,37 @@ pub fn state_problem(
         stages: stages.collect(),
         stage_of: (0..pipeline.num_parts()).map(|place| pipeline.stage_and_part(place).0 as usize).collect(),
         capacity: if alone { scenario.machine.usable_memory().0 as f64 } else { f64::INFINITY },
+    }
+}
+
+/// Micro-batches at which a line is drawn, so many that rounding to bytes is no matter.
+const FAR: u64 = 1 << 10;
+
+/// Memory of stages that hold whole micro-batches, which is linear in their number: of the first, the last and the
+/// other stages, with none and with [`FAR`].
+struct MemoryLines([[StageTerms; 2]; 3]);
+
+impl MemoryLines {
+    fn of(num_stages: u64, add_memory_at: impl Fn(&mut StageTerms, u64, [HeldState; 3])) -> MemoryLines {
+        let holding = |place, activations| {
+            let mut terms = StageTerms::default();
+            add_memory_at(&mut terms, place, [HeldState::One(Held { activations, weight_inputs: 0 }); 3]);
+            terms
+        };
+        MemoryLines([0, num_stages / 2, num_stages - 1].map(|place| [0, FAR].map(|held| holding(place, held))))
+    }
+
+    fn add_memory(&self, terms: &mut StageTerms, pipeline: Pipeline, stage: u64) {
+        let kind = usize::from(stage > 0) + usize::from(stage > 0 && stage + 1 == pipeline.num_stages);
+        let [none, far] = &self.0[kind];
+        let share = in_flight(pipeline, stage) as f64 / FAR as f64;
+        let between = |from: f64, to: f64| from + (to - from) * share;
+        terms.fixed_memory = between(none.fixed_memory, far.fixed_memory);
+        terms.repeat_memory = between(none.repeat_memory, far.repeat_memory);
+        for run in 0..MAX_LAYER_RUNS {
+            terms.layer_memory[run] = between(none.layer_memory[run], far.layer_memory[run]);
+            terms.saved_memory[run] = between(none.saved_memory[run], far.saved_memory[run]);
+        }
     }
 }
 

@@ -31,21 +31,21 @@ pub fn search_result(
     });
     search["fixed"] = json!(plan.search.fixed);
     search["explanations"] = json!(plan.search.explanations);
-    let alternatives: Vec<Value> = alternatives
-        .iter()
-        .map(|(strategy, estimate)| {
-            json!({
-                "strategy": strategy_value(strategy, &executable(&plan.model, strategy)),
-                "estimate": costed_estimate_value(request, strategy, estimate),
-            })
-        })
-        .collect();
+    let alternatives: Vec<Value> = alternatives.iter().map(|layout| layout_value(request, plan, layout)).collect();
     let mut value = plan_value(plan);
     value["estimate"] = costed_estimate_value(request, &plan.strategy, &plan.estimate);
     value["search"] = search;
     value["alternatives"] = json!(alternatives);
     value["plan_file"] = json!(out);
     value
+}
+
+/// A layout of a plan's search, and what it should cost.
+pub fn layout_value(request: &Request, plan: &Plan, (strategy, estimate): &(Strategy, Estimate)) -> Value {
+    json!({
+        "strategy": strategy_value(strategy, &executable(&plan.model, strategy)),
+        "estimate": costed_estimate_value(request, strategy, estimate),
+    })
 }
 
 /// A plan as one object: what `plan inspect --json` prints.

@@ -163,11 +163,11 @@ pub struct FixedOptions {
     /// Replicas
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     data_parallel: Option<u64>,
-    /// Ranks that split a sequence (1 in this version)
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1))]
+    /// Ranks that split a sequence
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     context_parallel: Option<u64>,
-    /// Ranks that split the experts (1 in this version)
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1))]
+    /// Ranks that split the experts, some of those of data and context
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     expert_parallel: Option<u64>,
     /// What replicas shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
     #[arg(long, value_name = "0..3", value_parser = clap::value_parser!(u8).range(0..=3))]
@@ -178,8 +178,8 @@ pub struct FixedOptions {
     /// What backward computes again
     #[arg(long)]
     recompute: Option<RecomputeOption>,
-    /// Model parts on each stage (1 in this version)
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1))]
+    /// Parts of the model on each stage
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     virtual_stages: Option<u64>,
     /// Order of micro-batches
     #[arg(long)]
@@ -230,6 +230,9 @@ impl FixedOptions {
             tensor_parallel: self.tensor_parallel,
             pipeline_parallel: self.pipeline_parallel,
             data_parallel: self.data_parallel,
+            context_parallel: self.context_parallel,
+            expert_parallel: self.expert_parallel,
+            virtual_stages: self.virtual_stages,
             zero_stage: self.zero_stage.and_then(|stage| ZeroStage::try_from(stage).ok()),
             micro_batch: self.micro_batch,
             recompute: self.recompute.map(RecomputeOption::choice),

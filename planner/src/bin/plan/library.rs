@@ -88,12 +88,16 @@ pub fn stacks(as_json: bool) -> Printed {
                 yes(offers.tensor_parallel),
                 yes(offers.pipeline_parallel),
                 yes(offers.sequence_parallel),
+                yes(offers.context_parallel.is_some()),
+                yes(offers.expert_parallel.is_some()),
+                offers.schedules.iter().map(|schedule| schedule.name()).collect::<Vec<_>>().join(" "),
                 zero.join(" "),
                 yes(stack.kernels.flash_attention),
             ]
         })
         .collect();
     let sources: String = stacks.iter().map(|stack| format!("{}: {}\n", stack.name, stack.source)).collect();
-    let columns = ["stack", "tensor", "pipeline", "sequence", "ZeRO", "flash attention"];
+    let columns =
+        ["stack", "tensor", "pipeline", "sequence", "context", "expert", "schedules", "ZeRO", "flash attention"];
     Ok(table(&columns, rows) + "\n" + &sources)
 }

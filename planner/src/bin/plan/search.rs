@@ -18,7 +18,7 @@ use ir::verify::verify;
 use planner::advice::{advise, sentences};
 use planner::calibrate::Subject;
 use planner::error::{Error, INTERRUPTED};
-use planner::explain::{explain, interrupted, no_plan};
+use planner::explain::{executable_sentence, explain, interrupted, no_plan};
 use planner::huggingface::import_config;
 use planner::lower::{estimate, lower, search_report};
 use planner::objective::check_objective;
@@ -28,7 +28,7 @@ use planner::report::summary::Heading;
 use planner::report::sweep::{none_fits, sweep_text, sweep_value};
 use planner::report::{json, summary};
 use planner::request::{Request, check_request};
-use planner::search::search_watched;
+use planner::search::{Scored, search_watched};
 use planner::sweep::{counts, sweep};
 use planner::training::training;
 use planner::watch::Watch;
@@ -94,12 +94,14 @@ fn plan(options: &SearchOptions, request: &Request, graph: &ModelGraph, watch: &
         return Err(if proven { no_plan(request, graph, &outcome) } else { interrupted(request, &outcome) });
     };
     let mut explanations = explain(request, graph, winner, watch);
+    explanations.extend(executable_sentence(&outcome));
     let advice = advise(request, graph, winner, watch);
     explanations.extend(advice.iter().flat_map(sentences));
     let report = search_report(request, &outcome, explanations);
     let plan = lower(request, graph, winner, report);
-    let alternatives: Vec<_> =
-        outcome.best.iter().map(|scored| (scored.strategy.clone(), estimate(request, graph, scored))).collect();
+    let estimated = |scored: &Scored| (scored.strategy.clone(), estimate(request, graph, scored));
+    let alternatives: Vec<_> = outcome.best.iter().map(estimated).collect();
+    let executable = outcome.executable.as_ref().map(estimated);
     let seconds = started.elapsed().as_secs_f64();
 
     let path = options
@@ -122,6 +124,7 @@ fn plan(options: &SearchOptions, request: &Request, graph: &ModelGraph, watch: &
     if options.json {
         let mut value = json::search_result(request, &plan, &alternatives, seconds, out);
         value["why"] = advice.as_ref().map(|advice| advice_value(&request.model, advice)).into();
+        value["executable_optimum"] = executable.map(|layout| json::layout_value(request, &plan, &layout)).into();
         value["objective"] = options.objective.objective().name().into();
         value["training"] = training.as_ref().map(json::training_value).into();
         return Ok(Report { text: format!("{value:#}\n"), code });

@@ -1,0 +1,140 @@
+//! Times that no stage split of a strategy can beat, cheap enough to be asked of every candidate.
+
+use ir::model::MAX_LAYER_RUNS;
+use ir::strategy::{ScheduleKind, Strategy};
+use ir::units::{Bytes, Seconds};
+
+use super::data::{HeldParameters, state_groups};
+use super::tail::tail_of;
+use super::{BlockTime, CostedBlock, PerBlock, Scenario, StageContent, blocking, transfer_time};
+use crate::collective::{CollectiveKind, collective_time};
+use crate::pipeline::StageTime;
+
+/// Relative error of sums in another order, by which a count of layers must not fall below a whole number.
+const TOLERANCE: f64 = 1e-9;
+
+/// A time that no stage split of the strategy can beat.
+pub fn step_lower_bound(
+    scenario: Scenario,
+    blocks: &PerBlock<CostedBlock>,
+    times: &PerBlock<BlockTime>,
+    layers: [u64; MAX_LAYER_RUNS],
+    strategy: &Strategy,
+) -> Seconds {
+    pipeline_lower_bound_of(scenario, blocks, times, layers, strategy)
+        + tail_lower_bound(scenario, blocks, times, layers, strategy)
+        + scenario.machine.stack.overhead.step.value
+}
+
+/// The part of [`step_lower_bound`] from the first to the last pass.
+///
+/// With m micro-batches on p stages, let W be the work of one micro-batch on all stages and x the last stage's part.
+/// The slowest stage has at least the mean, W / p, and at least the layers of the fullest of equal stages. The last
+/// stage starts after the forward passes of p - 1 parts before it and is followed by as many backward passes: with c
+/// for both, T >= c + m x. The slowest of the others has at least their mean: T >= m (W - x) / (p - 1). The bound is
+/// the least that both allow for any x. With one part a stage c is W - x, less what of it may wait in zero-bubble
+/// schedules; with more it is p - 1 parts with the fewest layers that an even split could leave them.
+pub fn pipeline_lower_bound_of(
+    scenario: Scenario,
+    blocks: &PerBlock<CostedBlock>,
+    times: &PerBlock<BlockTime>,
+    layers: [u64; MAX_LAYER_RUNS],
+    strategy: &Strategy,
+) -> Seconds {
+    let machine = scenario.machine;
+    let whole = whole(layers);
+    let stages = strategy.pipeline_parallel as f64;
+    let m = strategy.num_micro_batches() as f64;
+    let host = machine.stack.overhead.micro_batch.value;
+    let over_blocks = |time: fn(StageTime) -> Seconds| -> Seconds {
+        times.parts(&whole).map(|(count, block)| time(block.pass) * count as f64).sum()
+    };
+    let passes = over_blocks(StageTime::total) + host * stages;
+    if strategy.pipeline_parallel == 1 {
+        return passes * m;
+    }
+    let transfer = transfer_time(scenario, strategy, blocks);
+    let blocked = blocking(transfer, strategy, machine);
+    // Both directions of the ways between stages: those that block are work, the others lengthen the chain.
+    let ways = |time: Seconds| time * (2.0 * (stages - 1.0));
+    let over_runs = |time: fn(StageTime) -> Seconds, range: fn(f64, f64) -> f64, start: f64| -> f64 {
+        let used = times.layers.iter().zip(layers).filter(|(_, count)| *count > 0);
+        used.map(|(block, _)| time(block.pass).0).fold(start, range)
+    };
+    let least_of = |time: fn(StageTime) -> Seconds| over_runs(time, f64::min, f64::INFINITY);
+    let least = least_of(|pass| pass.forward) + least_of(|pass| pass.backward);
+    let most = over_runs(StageTime::total, f64::max, 0.0);
+    let count: u64 = layers.iter().sum();
+    let fullest = Seconds(least * count.div_ceil(strategy.pipeline_parallel) as f64) + host;
+    let others = m / (stages - 1.0);
+    let of_last = |work: Seconds, chain: Seconds, share: f64| {
+        // T >= chain + share x and T >= others (work - x).
+        let x = ((work * others - chain).0 / (share + others)).max(0.0);
+        chain + Seconds(x * share)
+    };
+    let bound = if strategy.virtual_stages > 1 {
+        let parts = strategy.pipeline_parallel * strategy.virtual_stages;
+        let ends = (times.embedding.pass.total() + times.head.pass.total() + transfer * 2.0 + host).0;
+        // The most equal parts have at most this many layers of mean time, the slowest of them at most this time.
+        let each = count.div_ceil(parts) as f64 + if least < most { ends / least } else { 0.0 };
+        let most_layers = (each * most + ends) / least.max(f64::MIN_POSITIVE);
+        let most_layers = (most_layers * (1.0 + TOLERANCE)) as u64;
+        let before = strategy.pipeline_parallel - 1;
+        // The parts with the embedding and with the head may hold no layer.
+        let fewest = count.saturating_sub((parts - before).saturating_mul(most_layers)).max(before.saturating_sub(2));
+        let flows = strategy.schedule == ScheduleKind::Interleaved;
+        let chain = if flows { Seconds(least * fewest as f64) + ways(transfer - blocked) } else { Seconds(0.0) };
+        of_last(passes, chain, m)
+    } else {
+        let work = passes + ways(blocked);
+        let needed = match strategy.schedule.splits_backward() {
+            true => over_blocks(|pass| pass.forward + pass.input_backward()) + host * stages + ways(blocked),
+            false => work,
+        };
+        let chain = needed + ways(transfer - blocked);
+        of_last(needed, chain, m - 1.0).max(work * (m / stages))
+    };
+    bound.max(fullest * m)
+}
+
+/// The part of [`step_lower_bound`] after the last pass.
+///
+/// What follows is convex in a stage's parameters but for the latency of collectives that only stages with experts
+/// have, so the slowest stage takes no less than one with the mean of all would, less that latency.
+pub fn tail_lower_bound(
+    scenario: Scenario,
+    blocks: &PerBlock<CostedBlock>,
+    times: &PerBlock<BlockTime>,
+    layers: [u64; MAX_LAYER_RUNS],
+    strategy: &Strategy,
+) -> Seconds {
+    let whole = whole(layers);
+    let sum =
+        |part: fn(CostedBlock) -> u64| -> u64 { blocks.parts(&whole).map(|(count, block)| part(block) * count).sum() };
+    let stages = strategy.pipeline_parallel;
+    let tied = if stages == 1 { blocks.head.tied_parameters } else { 0 };
+    let experts = sum(|block| block.expert_parameters) / stages;
+    let all = (sum(|block| block.parameters) - tied) / stages;
+    let held = HeldParameters { all: all.max(experts), experts };
+    let machine = scenario.machine;
+    let backward: Seconds = times.parts(&whole).map(|(count, block)| block.pass.backward * count as f64).sum();
+    let received = transfer_time(scenario, strategy, blocks) * strategy.virtual_stages as f64;
+    let tensors = sum(|block| block.tensors) / stages;
+    let tail = tail_of(scenario, strategy, held, tensors, backward * (1.0 / stages as f64) + received);
+    if experts == 0 || stages == 1 {
+        return tail.total();
+    }
+    let groups = state_groups(strategy, machine);
+    let latency = |kind| -> Seconds {
+        let of = [groups.whole[1], groups.shards[1], groups.copies[1]];
+        of.into_iter().map(|group| collective_time(kind, Bytes(0), group, machine)).sum()
+    };
+    let most = latency(CollectiveKind::AllReduce)
+        + latency(CollectiveKind::ReduceScatter)
+        + latency(CollectiveKind::AllGather);
+    (tail.total() - most).max(Seconds(0.0))
+}
+
+fn whole(layers: [u64; MAX_LAYER_RUNS]) -> StageContent {
+    StageContent { embedding: true, layers, head: true, ..StageContent::default() }
+}

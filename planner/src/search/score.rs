@@ -1,0 +1,190 @@
+//! One layout: its stage split, and what it should cost.
+
+use cost_models::memory::StageMemory;
+use cost_models::step::{
+    BlockTime, CostedBlock, PerBlock, Scenario, StageContent, block_times, costed_blocks, predict_step, stage_memory_of,
+};
+use ir::graph::ModelGraph;
+use ir::pipeline::Pipeline;
+use ir::sharding::split_of;
+use ir::strategy::{Recompute, Strategy};
+
+use super::{Scored, run_lengths, scenario};
+use crate::partition::{
+    LayerCounts, PartitionProblem, StageShare, can_split, recompute_to_fit, solve_by_threshold, solve_evenly,
+    split_evenly, stage_contents, state_problem,
+};
+use crate::request::Request;
+
+/// The fastest split that fits, of those that the stack offers.
+fn fastest_split(scenario: Scenario, problem: &PartitionProblem) -> Option<Vec<StageShare>> {
+    match scenario.machine.stack.offers.uneven_stages {
+        true => solve_by_threshold(problem),
+        false => solve_evenly(problem),
+    }
+}
+
+/// Whether some split of a layout fits into memory, or with several parts a stage the one split that is considered.
+pub fn may_fit(
+    scenario: Scenario,
+    blocks: &PerBlock<CostedBlock>,
+    times: &PerBlock<BlockTime>,
+    strategy: &Strategy,
+    layers: LayerCounts,
+) -> bool {
+    let problem = state_problem(scenario, blocks, times, strategy, layers);
+    match (strategy.virtual_stages, scenario.machine.stack.offers.uneven_stages) {
+        (1, true) => can_split(&problem),
+        (1, false) => solve_evenly(&problem).is_some(),
+        _ => fastest_split(scenario, &problem).is_some_and(|split| split_fits(scenario, blocks, strategy, &split)),
+    }
+}
+
+/// The fastest split of a layout; of several parts a stage whatever memory it needs.
+pub fn split_in_time(
+    scenario: Scenario,
+    blocks: &PerBlock<CostedBlock>,
+    times: &PerBlock<BlockTime>,
+    strategy: &Strategy,
+    layers: LayerCounts,
+) -> Option<Vec<StageShare>> {
+    fastest_split(scenario, &state_problem(scenario, blocks, times, strategy, layers))
+}
+
+/// Whether each stage of a split fits into memory.
+pub fn split_fits(
+    scenario: Scenario,
+    blocks: &PerBlock<CostedBlock>,
+    strategy: &Strategy,
+    split: &[StageShare],
+) -> bool {
+    fits(scenario, blocks, strategy, &contents_of(scenario, blocks, strategy, split))
+}
+
+/// What the parts of a split hold, with the layers that parts which share a stage compute again to fit.
+fn contents_of(
+    scenario: Scenario,
+    blocks: &PerBlock<CostedBlock>,
+    strategy: &Strategy,
+    split: &[StageShare],
+) -> Vec<StageContent> {
+    let mut contents = stage_contents(strategy, split);
+    if strategy.virtual_stages > 1 {
+        recompute_to_fit(scenario, blocks, strategy, &mut contents);
+    }
+    contents
+}
+
+/// Memory of each stage's ranks.
+fn memory_of<'a>(
+    scenario: Scenario<'a>,
+    blocks: &'a PerBlock<CostedBlock>,
+    strategy: &'a Strategy,
+    contents: &'a [StageContent],
+) -> impl Iterator<Item = StageMemory> + 'a {
+    let parts = contents.chunks(strategy.virtual_stages as usize).zip(0..);
+    parts.map(move |(parts, stage)| stage_memory_of(scenario, blocks, strategy, parts, stage))
+}
+
+fn fits(scenario: Scenario, blocks: &PerBlock<CostedBlock>, strategy: &Strategy, contents: &[StageContent]) -> bool {
+    let usable = scenario.machine.usable_memory();
+    memory_of(scenario, blocks, strategy, contents).all(|memory| memory.device_use() <= usable)
+}
+
+/// Splits a layout into stages and predicts it; `None` if it does not fit into memory.
+pub fn score(
+    scenario: Scenario,
+    blocks: &PerBlock<CostedBlock>,
+    times: &PerBlock<BlockTime>,
+    strategy: &Strategy,
+    layers: LayerCounts,
+) -> Option<Scored> {
+    let split = split_in_time(scenario, blocks, times, strategy, layers)?;
+    split_fits(scenario, blocks, strategy, &split).then(|| score_split(scenario, blocks, times, strategy, &split))
+}
+
+/// Predicts one layout, whether or not it fits: with the split that fits and is fastest, else the fastest.
+///
+/// `None` if the tensor degree cannot split the model, no stage split exists, or the schedule has no order for it.
+pub fn score_layout(request: &Request, graph: &ModelGraph, strategy: &Strategy) -> Option<Scored> {
+    let scenario = scenario(request, graph);
+    let (blocks, times) = costs_of(request, scenario, strategy)?;
+    let problem = state_problem(scenario, &blocks, &times, strategy, run_lengths(request));
+    let unlimited = || fastest_split(scenario, &PartitionProblem { capacity: f64::INFINITY, ..problem.clone() });
+    let split = fastest_split(scenario, &problem).or_else(unlimited)?;
+    Some(score_split(scenario, &blocks, &times, strategy, &split))
+}
+
+/// Predicts a layout as people run it: with equal stages where the layers divide, else with the fastest split.
+///
+/// `None` if the tensor degree cannot split the model, no stage split exists, or the schedule has no order for it.
+pub fn score_as_run(request: &Request, graph: &ModelGraph, strategy: &Strategy) -> Option<Scored> {
+    let scenario = scenario(request, graph);
+    let (blocks, times) = costs_of(request, scenario, strategy)?;
+    let layers = run_lengths(request);
+    let fastest = || {
+        let problem = state_problem(scenario, &blocks, &times, strategy, layers);
+        solve_by_threshold(&PartitionProblem { capacity: f64::INFINITY, ..problem })
+    };
+    let even = split_evenly(layers, Pipeline::of(strategy).num_parts());
+    let split = even.map(|split| split.into_iter().map(StageShare::from).collect()).or_else(fastest)?;
+    Some(score_split(scenario, &blocks, &times, strategy, &split))
+}
+
+/// Predicts one layout with a stage split given by the caller, whether or not it fits.
+///
+/// `None` if the tensor degree cannot split the model.
+pub fn score_given_split(
+    request: &Request,
+    graph: &ModelGraph,
+    strategy: &Strategy,
+    split: &[StageShare],
+) -> Option<Scored> {
+    let scenario = scenario(request, graph);
+    let (blocks, times) = costs_of(request, scenario, strategy)?;
+    Some(score_split(scenario, &blocks, &times, strategy, split))
+}
+
+/// The stage-partition problem of a layout; `None` if the tensor degree cannot split the model.
+pub fn partition_of(request: &Request, graph: &ModelGraph, strategy: &Strategy) -> Option<PartitionProblem> {
+    let scenario = scenario(request, graph);
+    let (blocks, times) = costs_of(request, scenario, strategy)?;
+    Some(state_problem(scenario, &blocks, &times, strategy, run_lengths(request)))
+}
+
+pub(super) fn costs_of(
+    request: &Request,
+    scenario: Scenario,
+    strategy: &Strategy,
+) -> Option<(PerBlock<CostedBlock>, PerBlock<BlockTime>)> {
+    let pipeline = Pipeline::of(strategy);
+    let ordered = pipeline.schedule.allows_virtual_stages(pipeline.virtual_stages)
+        && pipeline.schedule.allows_micro_batches(pipeline.micro_batches, pipeline.num_stages);
+    let split = split_of(&request.model, strategy).ok().filter(|_| ordered)?;
+    let blocks = costed_blocks(scenario, split, strategy.micro_batch);
+    Some((blocks, block_times(scenario, &blocks, strategy)))
+}
+
+/// Predicts a layout with a given stage split.
+pub(super) fn score_split(
+    scenario: Scenario,
+    blocks: &PerBlock<CostedBlock>,
+    times: &PerBlock<BlockTime>,
+    strategy: &Strategy,
+    split: &[StageShare],
+) -> Scored {
+    let contents = contents_of(scenario, blocks, strategy, split);
+    Scored {
+        strategy: Strategy {
+            layers_per_stage: contents.iter().map(|content| content.layers.iter().sum()).collect(),
+            recomputed_layers: match strategy.recompute {
+                Recompute::Partial => contents.iter().map(|content| content.recomputed.iter().sum()).collect(),
+                Recompute::None | Recompute::Selective | Recompute::Full => Vec::new(),
+            },
+            ..strategy.clone()
+        },
+        prediction: predict_step(scenario, blocks, times, strategy, &contents),
+        memory: memory_of(scenario, blocks, strategy, &contents).collect(),
+        contents,
+    }
+}

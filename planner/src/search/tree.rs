@@ -1,0 +1,297 @@
+//! The tree of the search: families of layouts whose blocks are split alike; in a family cases, which have the mesh,
+//! the micro-batch and recomputation in common; in a case layouts, which differ in schedule and sharding.
+
+use std::cmp::Ordering;
+use std::collections::{BTreeMap, BinaryHeap};
+
+use cost_models::step::{
+    BlockTime, PerBlock, Scenario, StageContent, block_times, costed_blocks, pipeline_lower_bound_of, tail_lower_bound,
+};
+use ir::derivative::undifferentiable;
+use ir::model::FeedForward;
+use ir::sharding::split_of;
+use ir::strategy::{Recompute, Strategy, not_programmed};
+use ir::units::Seconds;
+
+use super::costs::{CostIndex, Costs};
+use crate::partition::LayerCounts;
+use crate::request::Request;
+use crate::space::{Degrees, OpenMesh, Passes, Space};
+
+/// By how much a bound may exceed a time through sums in another order.
+const TOLERANCE: f64 = 1e-9;
+
+/// Layouts that differ in schedule and sharding only.
+#[derive(Clone, Copy, Debug)]
+pub struct Case {
+    /// Index of the mesh.
+    pub mesh: usize,
+    /// Sequence parallelism.
+    pub sequence_parallel: bool,
+    /// Micro-batch.
+    pub micro_batch: u64,
+    /// Recomputation.
+    pub recompute: Recompute,
+    /// Costs of the blocks.
+    pub costs: CostIndex,
+}
+
+/// Layouts whose blocks are split alike, whatever their micro-batches, stages and replicas.
+#[derive(Clone, Debug)]
+struct Family {
+    meshes: Vec<usize>,
+    sequence_parallel: bool,
+}
+
+/// What is left to do.
+#[derive(Clone, Copy, Debug)]
+pub enum Item {
+    /// The costs of its blocks are not computed yet: the index of a family.
+    Family(usize),
+    /// Its leaves are not bounded yet.
+    Case(Case),
+    /// A layout that is not estimated yet: its case, and indices of passes and sharding in its mesh.
+    Layout(Case, usize, usize),
+}
+
+/// An item with a time that none of its layouts can beat.
+#[derive(Clone, Copy, Debug)]
+pub struct Node {
+    /// The bound.
+    pub bound: f64,
+    /// Layouts.
+    pub count: u64,
+    /// Whether some of them can be executed.
+    pub executable: bool,
+    /// What it is.
+    pub item: Item,
+    order: u64,
+}
+
+/// Nodes by their bounds, the lowest first; equal ones in the order in which they came.
+pub struct Tree<'a> {
+    request: &'a Request,
+    scenario: Scenario<'a>,
+    /// Meshes with their open layouts.
+    pub meshes: &'a [OpenMesh],
+    families: Vec<Family>,
+    layers: LayerCounts,
+    /// Whether programs of the model can be built.
+    pub executable: bool,
+    nodes: BinaryHeap<Node>,
+    pushed: u64,
+}
+
+impl PartialEq for Node {
+    fn eq(&self, other: &Node) -> bool {
+        self.cmp(other) == Ordering::Equal
+    }
+}
+
+impl Eq for Node {}
+
+impl PartialOrd for Node {
+    fn partial_cmp(&self, other: &Node) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Node {
+    /// The greatest is what is done first.
+    fn cmp(&self, other: &Node) -> Ordering {
+        other.bound.total_cmp(&self.bound).then(other.order.cmp(&self.order))
+    }
+}
+
+impl<'a> Tree<'a> {
+    /// The tree of a space with all families.
+    pub fn new(request: &'a Request, scenario: Scenario<'a>, space: &'a Space, layers: LayerCounts) -> Tree<'a> {
+        let executable = undifferentiable(&request.model).is_none();
+        let (meshes, nodes) = (&space.meshes, BinaryHeap::new());
+        let families = families_of(meshes);
+        let mut tree = Tree { request, scenario, meshes, families, layers, executable, nodes, pushed: 0 };
+        for index in 0..tree.families.len() {
+            let family = &tree.families[index];
+            let layouts = family.meshes.iter().map(|mesh| &meshes[*mesh].layouts);
+            let count = layouts.map(|layouts| layouts.count() / layouts.sequence_parallel.len() as u64).sum();
+            let first = meshes[family.meshes[0]].degrees.plain(request.workload.global_batch);
+            let bound = tree.family_bound(family) + tree.step_overhead();
+            tree.push(bound, count, tree.is_executable(&first), Item::Family(index));
+        }
+        tree
+    }
+
+    /// A time that no layout of a family can beat: the work of the batch at its largest micro-batch, over the stages.
+    ///
+    /// A pass of q times as many sequences takes at most q times as long: every product has at most q times the
+    /// tiles, all other terms are a constant and a part that is proportional to the sequences, or the larger of such.
+    /// So no smaller micro-batch that divides the one costed here makes the work of the whole batch less.
+    fn family_bound(&self, family: &Family) -> Seconds {
+        let meshes = || family.meshes.iter().map(|mesh| &self.meshes[*mesh]);
+        let sizes = || meshes().flat_map(|mesh| mesh.layouts.passes.iter().map(|passes| passes.micro_batch));
+        let degrees = meshes().next().expect("a family has a mesh").degrees;
+        let smallest = sizes().min().expect("an open mesh has passes");
+        if !whole_rows(self.request, degrees, smallest) {
+            return Seconds(0.0);
+        }
+        let micro_batch = sizes().fold(1, least_common_multiple);
+        // One micro-batch: nothing is accumulated.
+        let plain = degrees.plain(micro_batch * degrees.data);
+        let plain = Strategy { micro_batch, sequence_parallel: family.sequence_parallel, ..plain };
+        let split = split_of(self.scenario.model, &plain).expect("the space holds only degrees that split the model");
+        let blocks = costed_blocks(self.scenario, split, micro_batch);
+        let whole = StageContent { embedding: true, layers: self.layers, head: true, ..StageContent::default() };
+        let pass = |recompute: &Recompute| -> Seconds {
+            let times = block_times(self.scenario, &blocks, &Strategy { recompute: *recompute, ..plain.clone() });
+            times.parts(&whole).map(|(count, block)| block.pass.total() * count as f64).sum()
+        };
+        // What a mesh has open of recomputation is the same for all.
+        let passes_of = meshes().next().into_iter().flat_map(|mesh| mesh.layouts.recompute.iter().map(pass));
+        let pass = passes_of.min_by(|a, b| a.0.total_cmp(&b.0)).unwrap_or_default();
+        let passes = self.request.workload.global_batch as f64 / (micro_batch * degrees.data) as f64;
+        pass * (passes / degrees.pipeline as f64)
+    }
+
+    /// The node with the lowest bound.
+    pub fn pop(&mut self) -> Option<Node> {
+        self.nodes.pop()
+    }
+
+    /// Layouts that are left.
+    pub fn count(&self) -> u64 {
+        self.nodes.iter().map(|node| node.count).sum()
+    }
+
+    fn push(&mut self, bound: Seconds, count: u64, executable: bool, item: Item) {
+        let order = self.pushed;
+        self.pushed += 1;
+        self.nodes.push(Node { bound: bound.0 * (1.0 - TOLERANCE), count, executable, item, order });
+    }
+
+    /// Replaces a family by its cases; gives the layouts of those whose bounds are above `limit`.
+    pub fn push_cases(&mut self, family: usize, costs: &mut Costs, limit: f64) -> u64 {
+        let Family { meshes, sequence_parallel } = self.families[family].clone();
+        meshes.into_iter().map(|mesh| self.push_cases_of(mesh, sequence_parallel, costs, limit)).sum()
+    }
+
+    fn push_cases_of(&mut self, mesh: usize, sequence_parallel: bool, costs: &mut Costs, limit: f64) -> u64 {
+        let OpenMesh { degrees, layouts } = &self.meshes[mesh];
+        let mut slower = 0;
+        let plain = degrees.plain(self.request.workload.global_batch);
+        let executable = self.is_executable(&plain);
+        for passes in layouts.passes.chunk_by(|a, b| a.micro_batch == b.micro_batch) {
+            let micro_batch = passes[0].micro_batch;
+            for &recompute in &layouts.recompute {
+                let strategy = Strategy { micro_batch, sequence_parallel, recompute, ..plain.clone() };
+                let costs_of = costs.index(&strategy);
+                let case = Case { mesh, sequence_parallel, micro_batch, recompute, costs: costs_of };
+                let times = costs.times(costs_of, &strategy);
+                let bounds =
+                    passes.iter().map(|passes| self.pipeline_bound(costs, &times, case, &passes.on(&strategy)));
+                let bound = bounds.min_by(|a, b| a.0.total_cmp(&b.0)).unwrap_or_default();
+                let count = (passes.len() * layouts.sharding.len()) as u64;
+                if is_below(bound, limit) {
+                    self.push(bound, count, executable, Item::Case(case));
+                } else {
+                    slower += count;
+                }
+            }
+        }
+        slower
+    }
+
+    fn is_executable(&self, strategy: &Strategy) -> bool {
+        self.executable && not_programmed(strategy).is_none()
+    }
+
+    fn step_overhead(&self) -> Seconds {
+        self.scenario.machine.stack.overhead.step.value
+    }
+
+    /// A time that no layout with a strategy's passes can beat, whatever it shards.
+    pub fn pipeline_bound(
+        &self,
+        costs: &Costs,
+        times: &PerBlock<BlockTime>,
+        case: Case,
+        strategy: &Strategy,
+    ) -> Seconds {
+        let blocks = costs.blocks(case.costs);
+        pipeline_lower_bound_of(self.scenario, blocks, times, self.layers, strategy) + self.step_overhead()
+    }
+
+    /// Layouts of a case with one of its passes, by their index.
+    pub fn passes_of(&self, case: Case) -> impl Iterator<Item = (usize, Passes)> + 'a {
+        let passes = self.meshes[case.mesh].layouts.passes.iter().copied().enumerate();
+        passes.filter(move |(_, passes)| passes.micro_batch == case.micro_batch)
+    }
+
+    /// The case's layout that has this choice of passes and sharding.
+    pub fn strategy(&self, case: Case, passes: usize, sharding: usize) -> Strategy {
+        let OpenMesh { degrees, layouts } = &self.meshes[case.mesh];
+        let plain = degrees.plain(self.request.workload.global_batch);
+        let strategy = layouts.sharding[sharding].on(&layouts.passes[passes].on(&plain));
+        Strategy { sequence_parallel: case.sequence_parallel, recompute: case.recompute, ..strategy }
+    }
+
+    /// Pushes the layout of a case with this choice, if its bound is below `limit` of it; gives whether it did.
+    pub fn push_layout(
+        &mut self,
+        costs: &mut Costs,
+        case: Case,
+        [passes, sharding]: [usize; 2],
+        limit: impl Fn(bool) -> f64,
+    ) -> bool {
+        let strategy = self.strategy(case, passes, sharding);
+        let executable = self.is_executable(&strategy);
+        let times = costs.times(case.costs, &strategy);
+        let pipeline = self.pipeline_bound(costs, &times, case, &strategy);
+        if !is_below(pipeline, limit(executable)) {
+            return false;
+        }
+        let blocks = costs.blocks(case.costs);
+        let bound = pipeline + tail_lower_bound(self.scenario, blocks, &times, self.layers, &strategy);
+        let below = is_below(bound, limit(executable));
+        if below {
+            self.push(bound, 1, executable, Item::Layout(case, passes, sharding));
+        }
+        below
+    }
+}
+
+/// Whether a bound leaves a layout below a time.
+pub fn is_below(bound: Seconds, limit: f64) -> bool {
+    bound.0 * (1.0 - TOLERANCE) <= limit
+}
+
+fn families_of(meshes: &[OpenMesh]) -> Vec<Family> {
+    let mut families: BTreeMap<(u64, u64, u64, bool), Family> = BTreeMap::new();
+    for (index, OpenMesh { degrees, layouts }) in meshes.iter().enumerate() {
+        for &sequence_parallel in &layouts.sequence_parallel {
+            let key = (degrees.tensor, degrees.context, degrees.expert, sequence_parallel);
+            let family = families.entry(key).or_insert_with(|| Family { meshes: Vec::new(), sequence_parallel });
+            family.meshes.push(index);
+        }
+    }
+    families.into_values().collect()
+}
+
+/// Whether each expert gets a whole number of rows from a micro-batch: only then do products of larger ones have no
+/// worse alignment.
+fn whole_rows(request: &Request, degrees: Degrees, micro_batch: u64) -> bool {
+    match request.model.feed_forward {
+        FeedForward::Gelu { .. } | FeedForward::SwiGlu { .. } => true,
+        FeedForward::MixtureOfExperts { num_experts, experts_per_token, .. } => {
+            let tokens = micro_batch * request.workload.sequence_length / degrees.context;
+            (tokens * experts_per_token * degrees.expert).is_multiple_of(num_experts)
+        }
+    }
+}
+
+fn least_common_multiple(a: u64, b: u64) -> u64 {
+    let (mut divisor, mut rest) = (a, b);
+    while rest > 0 {
+        (divisor, rest) = (rest, divisor % rest);
+    }
+    a / divisor * b
+}

@@ -1,0 +1,90 @@
+//! Layouts of one mesh as a product of independent choices.
+
+use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
+
+use super::choices::{Choices, Degrees, Passes, Sharding, open_parts};
+use crate::request::{Request, divisors};
+
+/// Values of each choice: every combination is a layout.
+#[derive(Clone, Debug)]
+pub struct Layouts {
+    /// Sequence parallelism.
+    pub sequence_parallel: Vec<bool>,
+    /// ZeRO stages with their shard groups.
+    pub sharding: Vec<Sharding>,
+    /// Micro-batches with schedules.
+    pub passes: Vec<Passes>,
+    /// Recomputation.
+    pub recompute: Vec<Recompute>,
+}
+
+impl Layouts {
+    /// All layouts of a mesh.
+    pub fn of(request: &Request, choices: &Choices, degrees: Degrees) -> Layouts {
+        let groups = request.machine.stack.offers.shard_groups.is_some();
+        let shard_groups = |zero_stage: ZeroStage| match groups && zero_stage > ZeroStage::None {
+            true => divisors(degrees.data),
+            false => vec![degrees.data],
+        };
+        let stages = choices.zero_stages.iter().copied();
+        let sharding = stages.flat_map(|zero_stage| {
+            shard_groups(zero_stage).into_iter().map(move |shard_group| Sharding { zero_stage, shard_group })
+        });
+        let parts = open_parts(request, choices, degrees.pipeline);
+        let passes = choices.micro_batches.iter().flat_map(|&micro_batch| {
+            let pass = move |&(schedule, virtual_stages)| Passes { micro_batch, schedule, virtual_stages };
+            parts.iter().map(pass)
+        });
+        Layouts {
+            sequence_parallel: choices.sequence_parallel.clone(),
+            sharding: sharding.collect(),
+            passes: passes.collect(),
+            recompute: choices.recompute.clone(),
+        }
+    }
+
+    /// How many they are.
+    pub fn count(&self) -> u64 {
+        let choices = [self.sequence_parallel.len(), self.sharding.len(), self.passes.len(), self.recompute.len()];
+        choices.into_iter().map(|values| values as u64).product()
+    }
+}
+
+impl Degrees {
+    /// A layout on this mesh with nothing else chosen: plain data parallelism, 1F1B, no recomputation.
+    pub fn plain(self, global_batch: u64) -> Strategy {
+        Strategy {
+            tensor_parallel: self.tensor,
+            pipeline_parallel: self.pipeline,
+            data_parallel: self.data,
+            context_parallel: self.context,
+            expert_parallel: self.expert,
+            zero_stage: ZeroStage::None,
+            shard_group: self.data,
+            micro_batch: 1,
+            global_batch,
+            virtual_stages: 1,
+            schedule: ScheduleKind::OneForwardOneBackward,
+            recompute: Recompute::None,
+            sequence_parallel: false,
+            offload_optimizer: false,
+            layers_per_stage: Vec::new(),
+            recomputed_layers: Vec::new(),
+        }
+    }
+}
+
+impl Sharding {
+    /// A layout with this choice.
+    pub fn on(self, strategy: &Strategy) -> Strategy {
+        Strategy { zero_stage: self.zero_stage, shard_group: self.shard_group, ..strategy.clone() }
+    }
+}
+
+impl Passes {
+    /// A layout with this choice.
+    pub fn on(self, strategy: &Strategy) -> Strategy {
+        let Passes { micro_batch, schedule, virtual_stages } = self;
+        Strategy { micro_batch, schedule, virtual_stages, ..strategy.clone() }
+    }
+}

@@ -1,0 +1,134 @@
+//! The rules under which layouts are out, in the order in which they count.
+
+use std::collections::BTreeMap;
+
+use hardware_profiles::stack::ContextExchange;
+use ir::sharding::{SplitError, tensor_split};
+use ir::strategy::{Recompute, Strategy, ZeroStage};
+
+use super::choices::{Choices, Degrees, Sharding};
+use super::layouts::Layouts;
+use super::{Pruning, Rejection};
+use crate::compile::not_executable;
+use crate::request::Request;
+
+/// Rules on the degrees alone.
+pub fn reject_mesh(request: &Request, degrees: Degrees) -> Option<Rejection> {
+    let layers = request.model.num_layers;
+    let stack = &request.machine.stack;
+    match tensor_split(&request.model, degrees.tensor, false) {
+        Err(SplitError::Heads) => Some(Rejection::HeadsNotDivisible),
+        Err(SplitError::KeyValueHeads) => Some(Rejection::KeyValueHeadsNotDivisible),
+        Err(SplitError::Intermediate) => Some(Rejection::IntermediateNotDivisible),
+        Ok(_) if degrees.pipeline > layers => Some(Rejection::MoreStagesThanLayers),
+        Ok(_) if !stack.offers.uneven_stages && !layers.is_multiple_of(degrees.pipeline) => {
+            Some(Rejection::UnevenStagesNotOffered)
+        }
+        Ok(_) if !splits_context(request, degrees) => Some(Rejection::SequenceNotDivisible),
+        Ok(_) if !exchanges_whole_heads(request, degrees) => Some(Rejection::ContextHeadsNotDivisible),
+        Ok(_) => None,
+    }
+}
+
+/// Each context rank takes a part from the front and one from the back of a sequence, so that causal attention is as
+/// much work on all (Megatron-LM, core/utils.py, get_batch_on_this_cp_rank).
+fn splits_context(request: &Request, degrees: Degrees) -> bool {
+    degrees.context == 1 || request.workload.sequence_length.is_multiple_of(2 * degrees.context)
+}
+
+fn exchanges_whole_heads(request: &Request, degrees: Degrees) -> bool {
+    let heads = request.model.attention.num_key_value_heads().max(degrees.tensor);
+    degrees.context == 1
+        || request.machine.stack.overlap.context == ContextExchange::Ring
+        || heads.is_multiple_of(degrees.tensor * degrees.context)
+}
+
+/// Takes out what cannot run.
+pub fn reject_layouts(
+    request: &Request,
+    degrees: Degrees,
+    layouts: &mut Layouts,
+    rejected: &mut BTreeMap<Rejection, u64>,
+) {
+    let workload = &request.workload;
+    let Degrees { tensor, pipeline, data, context, .. } = degrees;
+    let with_pipeline = &request.machine.stack.offers.pipeline_zero_stages;
+    let whole_batch = |micro_batch: u64| workload.global_batch.is_multiple_of(micro_batch * data);
+    take_out(rejected, Rejection::BatchNotDivisible, layouts, |layouts| {
+        layouts.passes.retain(|passes| whole_batch(passes.micro_batch));
+    });
+    take_out(rejected, Rejection::SequenceNotDivisible, layouts, |layouts| {
+        let splits = (workload.sequence_length / context).is_multiple_of(tensor);
+        layouts.sequence_parallel.retain(|along_sequence| !along_sequence || splits);
+    });
+    take_out(rejected, Rejection::ZeroStageNotOfferedWithPipeline, layouts, |layouts| {
+        layouts.sharding.retain(|sharding| pipeline == 1 || with_pipeline.contains(&sharding.zero_stage));
+    });
+    take_out(rejected, Rejection::MicroBatchesNotGrouped, layouts, |layouts| {
+        let micro_batches = |size: u64| workload.global_batch / (size * data);
+        layouts
+            .passes
+            .retain(|passes| passes.schedule.allows_micro_batches(micro_batches(passes.micro_batch), pipeline));
+    });
+    if request.executable_only {
+        take_out(rejected, Rejection::NotExecutable, layouts, |layouts| keep_executable(request, degrees, layouts));
+    }
+}
+
+/// What the compiler objects to is in one choice each.
+fn keep_executable(request: &Request, degrees: Degrees, layouts: &mut Layouts) {
+    let plain = degrees.plain(request.workload.global_batch);
+    let executable = |strategy: &Strategy| not_executable(&request.model, strategy).is_none();
+    if !executable(&plain) {
+        layouts.passes.clear();
+    }
+    layouts.passes.retain(|passes| executable(&passes.on(&plain)));
+    layouts.sharding.retain(|sharding| executable(&sharding.on(&plain)));
+    layouts.recompute.retain(|recompute| executable(&Strategy { recompute: *recompute, ..plain.clone() }));
+}
+
+/// Takes out what has an equal or better layout in the same space.
+pub fn prune_layouts(
+    request: &Request,
+    choices: &Choices,
+    degrees: Degrees,
+    layouts: &mut Layouts,
+    pruned: &mut BTreeMap<Pruning, u64>,
+) {
+    let flash = request.machine.stack.kernels.flash_attention;
+    take_out(pruned, Pruning::ZeroStageWithoutReplicas, layouts, |layouts| {
+        let lowest = layouts.sharding.iter().map(|sharding| sharding.zero_stage).min().unwrap_or(ZeroStage::None);
+        let shards = |sharding: &Sharding| sharding.shard_group * degrees.context;
+        // Under ZeRO-0 nothing is sharded whatever the group; a higher stage is left out only beside such a layout.
+        let plain = |sharding: &Sharding| shards(sharding) == 1 && sharding.zero_stage > lowest;
+        let has_plain = lowest == ZeroStage::None || degrees.data * degrees.context == 1;
+        layouts.sharding.retain(|sharding| !(has_plain && plain(sharding)));
+    });
+    take_out(pruned, Pruning::SequenceParallelWithoutTensorParallel, layouts, |layouts| {
+        let both = choices.sequence_parallel.contains(&false);
+        layouts.sequence_parallel.retain(|along_sequence| !(*along_sequence && both && degrees.tensor == 1));
+    });
+    take_out(pruned, Pruning::SelectiveEqualsNone, layouts, |layouts| {
+        let both = flash && choices.recompute.contains(&Recompute::None);
+        layouts.recompute.retain(|recompute| !(both && *recompute == Recompute::Selective));
+    });
+    take_out(pruned, Pruning::ScheduleWithoutStages, layouts, |layouts| {
+        let preferred = choices.schedules.first().copied();
+        layouts.passes.retain(|passes| degrees.pipeline > 1 || Some(passes.schedule) == preferred);
+    });
+}
+
+/// Takes values out of a choice under a rule and counts the layouts that go with them.
+fn take_out<Rule: Ord>(
+    counts: &mut BTreeMap<Rule, u64>,
+    rule: Rule,
+    layouts: &mut Layouts,
+    filter: impl FnOnce(&mut Layouts),
+) {
+    let before = layouts.count();
+    filter(layouts);
+    let gone = before - layouts.count();
+    if gone > 0 {
+        *counts.entry(rule).or_default() += gone;
+    }
+}
