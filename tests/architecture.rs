@@ -134,6 +134,7 @@ fn profiles_are_called_as_their_files() {
         "fsdp-2023",
         "fsdp-2024",
         "fsdp-compile-2024",
+        "maxtext-2024",
         "megatron-2021",
         "megatron-core-2024",
         "megatron-core-2025",

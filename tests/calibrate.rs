@@ -93,8 +93,8 @@ fn four_runs_find_a_machine_that_differs() {
             s.stack.kernels.matmul_speed.value *= 0.85;
             s.stack.overhead.micro_batch.value = Seconds(0.03);
         }),
-        ("half the links, large buffers", |s| {
-            s.cluster.intra.efficiency.value *= 0.5;
+        ("half the network, large buffers", |s| {
+            s.cluster.inter.efficiency.value *= 0.5;
             s.stack.memory.communication_buffers.value = Bytes(6 << 30);
         }),
     ];

@@ -48,7 +48,7 @@ fn sizes_of_bloom_on_disk() {
     let parameters = count_parameters(&example("bloom"));
     let weights = (parameters * 2) as f64 / f64::from(1 << 30);
     assert_eq!(format!("{weights:.1}"), "328.3");
-    let bytes = StateBytes { weight: 2, gradient: 4, fresh_gradient: 0, optimizer: 12 };
+    let bytes = StateBytes { weight: 2, sharded_weight: 2, gradient: 4, fresh_gradient: 0, optimizer: 12 };
     let checkpoint = checkpoint_bytes(parameters, bytes).gib();
     assert_eq!(format!("{checkpoint:.0}"), "2298");
 }

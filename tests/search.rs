@@ -381,6 +381,9 @@ fn step_by_command(fixed: &FixedChoices) -> Option<f64> {
         command.args(flag.split(' '));
     });
     let output = command.output().expect("plan starts");
-    let value: serde_json::Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
-    value.pointer("/estimate/step_seconds").and_then(serde_json::Value::as_f64)
+    // Read as text: numbers that serde_json reads may be off by their last bit.
+    let text = String::from_utf8(output.stdout).expect("JSON is text");
+    let (_, estimate) = text.split_once("\"estimate\"")?;
+    let (_, number) = estimate.split_once("\"step_seconds\":")?;
+    number.split([',', '}', '\n']).next()?.trim().parse().ok()
 }

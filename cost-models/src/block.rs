@@ -4,24 +4,26 @@
 //! dims the tensor axis splits says what is reduced, and which neighbours one kernel computes together
 //! says what passes through memory.
 
+mod kept;
 mod products;
 mod weight_inputs;
 
 use std::collections::BTreeMap;
 
-use hardware_profiles::device::OperatorClass;
-use hardware_profiles::stack::ContextExchange;
-use ir::graph::{Block, BlockRole, DimName, Extents, Fusion, OperatorKind};
+use hardware_profiles::device::{MatmulFormat, OperatorClass};
+use hardware_profiles::stack::{ContextExchange, SelectiveRecompute};
+use ir::graph::{Block, BlockRole, DimName, DropoutSite, Extents, Fusion, Operator, OperatorKind};
 use ir::model::DType;
 use ir::sharding::TensorSplit;
 use ir::units::{Bytes, BytesPerSecond, Seconds};
 use petgraph::graph::NodeIndex;
+use petgraph::unionfind::UnionFind;
 use petgraph::visit::EdgeRef;
-use petgraph::{Direction, unionfind::UnionFind};
 
 use crate::collective::{CollectiveKind, Placement, collective_time, copies_across, exchange_time};
 use crate::machine::Machine;
-use products::{product_times, products};
+use kept::{add_kept, inputs, leaves, needs_inputs, needs_output};
+use products::{launches, product_times, products};
 use weight_inputs::weight_inputs;
 
 /// Flash attention's backward does 2.5 times the forward's FLOPs: five products to two (Dao,
@@ -51,14 +53,18 @@ pub struct BlockCost {
     pub backward_kernels: u64,
     /// Exchanges of the context and the expert axis in the forward pass; backward has as many.
     pub exchange: Seconds,
+    /// The part of it that is the expert axis's, of which other micro-batches may hide some.
+    pub expert_exchange: Seconds,
     /// The part of `forward` that full recomputation repeats.
     pub repeated: Seconds,
+    /// The part of `forward` that selective recomputation repeats.
+    pub selected: Seconds,
     /// The part of `forward_communication` that full recomputation repeats.
     pub repeated_communication: Seconds,
     /// Tensors kept for backward if nothing is recomputed.
     pub kept: Bytes,
-    /// The part of `kept` that recomputing the attention core avoids.
-    pub kept_by_core: Bytes,
+    /// The part of `kept` that remains if backward computes again what the stack selects.
+    pub kept_selected: Bytes,
     /// Operands of the products for gradients of weights: kept inputs and gradients of results.
     pub weight_inputs: Bytes,
     /// The tensor that enters the block.
@@ -92,7 +98,9 @@ pub fn block_cost(block: &Block, case: BlockCase) -> BlockCost {
     let repeated = repeated_nodes(block, case);
     add_computation(block, case, &repeated, &mut cost);
     add_communication(block, case, &repeated, &mut cost);
-    cost.exchange = expert_exchange_time(block, case) + context_exchange_time(block, case, cost.attention_core);
+    cost.expert_exchange = expert_exchange_time(block, case);
+    cost.exchange = cost.expert_exchange + context_exchange_time(block, case, cost.attention_core);
+    cost.weight_inputs = weight_inputs(block, case);
     add_kept(block, case, &mut cost);
     cost
 }
@@ -135,18 +143,21 @@ fn repeated_nodes(block: &Block, case: BlockCase) -> Vec<bool> {
 
 fn add_computation(block: &Block, case: BlockCase, repeated: &[bool], cost: &mut BlockCost) {
     let flash = case.machine.stack.kernels.flash_attention;
-    for product in products(block, case) {
-        if flash && product.attention_core {
-            continue;
-        }
+    let every_second = case.machine.stack.kernels.selective_recompute == SelectiveRecompute::EverySecondProduct;
+    let shown = |core: bool| !(flash && core);
+    for (index, product) in products(block, case).into_iter().filter(|p| shown(p.attention_core)).enumerate() {
         let [forward, input_gradient, weight_gradient] = product_times(&product, case);
+        if if every_second { is_repeated_product(index) } else { product.attention_core } {
+            cost.selected += forward;
+        }
         cost.forward += forward;
         cost.backward += input_gradient + weight_gradient;
         if product.weights {
             cost.weight_gradients += weight_gradient;
         }
-        cost.forward_kernels += 1;
-        cost.backward_kernels += 2;
+        let launches = launches(&product, case);
+        cost.forward_kernels += launches;
+        cost.backward_kernels += 2 * launches;
         if product.attention_core {
             cost.attention_core += forward;
         }
@@ -154,14 +165,14 @@ fn add_computation(block: &Block, case: BlockCase, repeated: &[bool], cost: &mut
             cost.repeated += forward;
         }
     }
-    for kernel in elementwise_kernels(block, case) {
-        if flash && kernel.attention_core {
-            continue;
+    for kernel in elementwise_kernels(block, case).into_iter().filter(|kernel| shown(kernel.attention_core)) {
+        if every_second || kernel.attention_core {
+            cost.selected += kernel.forward;
         }
         cost.forward += kernel.forward;
         cost.backward += kernel.backward;
         cost.forward_kernels += 1;
-        cost.backward_kernels += 1;
+        cost.backward_kernels += u64::from(kernel.backward.0 > 0.0);
         if kernel.attention_core {
             cost.attention_core += kernel.forward;
         }
@@ -189,6 +200,11 @@ fn add_computation(block: &Block, case: BlockCase, repeated: &[bool], cost: &mut
     }
 }
 
+/// Whether selective recomputation of every second product repeats the product of this index.
+fn is_repeated_product(index: usize) -> bool {
+    index % 2 == 1
+}
+
 /// Forward time of a flash-attention kernel: half of the score matrix at the device's efficiency.
 fn flash_attention_time(block: &Block, case: BlockCase) -> Seconds {
     let flops: f64 = products(block, case).iter().filter(|p| p.attention_core).map(|p| p.shape.flops()).sum();
@@ -209,17 +225,38 @@ struct Kernel {
 
 /// Memory-bound kernels of a block, neighbours joined where the stack fuses them.
 fn elementwise_kernels(block: &Block, case: BlockCase) -> Vec<Kernel> {
-    fused_groups(block, case).into_values().filter_map(|members| elementwise_kernel(block, members, case)).collect()
+    let fused = fused_groups(block, case).into_values().filter_map(|members| elementwise_kernel(block, members, case));
+    fused.chain(dropout_kernel(block, case)).collect()
 }
 
-/// Operators by the kernel that computes them.
+/// The kernel that drops attention weights: it reads and writes them, and writes a mask of one byte for each that
+/// backward reads. Elsewhere dropout is part of a fused kernel, whose mask is not counted.
+fn dropout_kernel(block: &Block, case: BlockCase) -> Option<Kernel> {
+    let (node, weights, mask) = dropped_weights(block, case)?;
+    let time = Seconds((2.0 * weights + mask) / case.machine.streaming_bandwidth().0);
+    let time = time.max(case.machine.stack.kernels.launch_floor.value);
+    Some(Kernel { members: vec![node], forward: time, backward: time, attention_core: true })
+}
+
+/// Attention weights that training drops some of: bytes of the weights and of the mask.
+fn dropped_weights(block: &Block, case: BlockCase) -> Option<(NodeIndex, f64, f64)> {
+    let drops = case.machine.stack.kernels.attention_dropout;
+    let mut nodes = block.graph.node_indices().filter(|_| drops);
+    let node = nodes.find(|node| block.graph[*node].dropout == Some(DropoutSite::Attention))?;
+    let weights = case.bytes(block, node);
+    Some((node, weights, weights / block.graph[node].output.element.bytes(case.dtype) as f64))
+}
+
+/// Operators by the kernel that computes them. A kernel that keeps what enters it converts that itself.
 fn fused_groups(block: &Block, case: BlockCase) -> BTreeMap<usize, Vec<NodeIndex>> {
     let fused = &case.machine.stack.kernels.fused;
     let mut sets = UnionFind::<usize>::new(block.graph.node_count());
     for edge in block.graph.edge_references() {
         let [from, to] = [&block.graph[edge.source()], &block.graph[edge.target()]];
         let same = from.fusion.is_some() && from.fusion == to.fusion;
-        if same && from.fusion.is_some_and(|fusion| fused.contains(&fusion)) {
+        let joined = to.fusion.is_some_and(|fusion| fused.contains(&fusion));
+        let converted = from.kind == OperatorKind::Cast && case.machine.stack.kernels.fused_keep_inputs;
+        if joined && (same || converted) {
             sets.union(edge.source().index(), edge.target().index());
         }
     }
@@ -241,19 +278,9 @@ fn elementwise_kernel(block: &Block, members: Vec<NodeIndex>, case: BlockCase) -
     if matrix || source || epilogue {
         return None;
     }
-    let mut inputs: Vec<NodeIndex> = Vec::new();
-    let mut outputs = 0.0;
-    for &node in &members {
-        let outside = |other: &NodeIndex| !members.contains(other);
-        inputs.extend(block.operands(node).into_iter().filter(outside));
-        let mut readers = block.graph.neighbors_directed(node, Direction::Outgoing);
-        if node == block.output || readers.any(|reader| outside(&reader)) {
-            outputs += case.bytes(block, node);
-        }
-    }
-    inputs.sort_unstable();
-    inputs.dedup();
-    let read: f64 = inputs.iter().map(|node| traffic_of_input(block, *node, &members, case)).sum();
+    let leaving = members.iter().filter(|node| leaves(block, **node, &members));
+    let outputs: f64 = leaving.map(|node| case.bytes(block, *node)).sum();
+    let read: f64 = inputs(block, &members).into_iter().map(|node| traffic_of_input(block, node, &members, case)).sum();
     let kept: f64 =
         members.iter().filter(|node| needs_inputs(&block.graph[**node].kind)).map(|_| read).fold(0.0, f64::max);
     let floor = case.machine.stack.kernels.launch_floor.value;
@@ -266,7 +293,16 @@ fn elementwise_kernel(block: &Block, members: Vec<NodeIndex>, case: BlockCase) -
             (time(read + outputs, bandwidth), time(outputs + kept + read, bandwidth))
         }
     };
+    let backward =
+        if belongs_to_loss(first, case) && first.kind != OperatorKind::Exp { Seconds(0.0) } else { backward };
     Some(Kernel { members, forward, backward, attention_core })
+}
+
+/// Whether an operator is a kernel of its own in forward and part of the loss's one kernel in backward, which makes
+/// the gradient of the kept exponentials.
+fn belongs_to_loss(operator: &Operator, case: BlockCase) -> bool {
+    let loss = Fusion::CrossEntropy;
+    operator.fusion == Some(loss) && !case.machine.stack.kernels.fused.contains(&loss)
 }
 
 /// The class whose rates a device profile may give. In the head all but norm and product belongs to the loss.
@@ -289,43 +325,6 @@ fn traffic_of_input(block: &Block, input: NodeIndex, members: &[NodeIndex], case
     }
 }
 
-/// Whether an operator's backward reads its operands.
-fn needs_inputs(kind: &OperatorKind) -> bool {
-    match kind {
-        OperatorKind::Contraction { .. }
-        | OperatorKind::GroupedContraction { .. }
-        | OperatorKind::Norm(_)
-        | OperatorKind::Gelu
-        | OperatorKind::Silu
-        | OperatorKind::Multiply
-        | OperatorKind::Combine
-        | OperatorKind::Lookup
-        | OperatorKind::Log => true,
-        OperatorKind::Input
-        | OperatorKind::Parameter { .. }
-        | OperatorKind::Add
-        | OperatorKind::Subtract
-        | OperatorKind::ScaleMask { .. }
-        | OperatorKind::Softmax
-        | OperatorKind::Rotary
-        | OperatorKind::AsKeys
-        | OperatorKind::Concatenate
-        | OperatorKind::TopK
-        | OperatorKind::Dispatch
-        | OperatorKind::Cast
-        | OperatorKind::ReduceMax(_)
-        | OperatorKind::ReduceSum(_)
-        | OperatorKind::Exp
-        | OperatorKind::Pick
-        | OperatorKind::SumTokens => false,
-    }
-}
-
-/// Whether an operator's backward reads its result.
-fn needs_output(kind: &OperatorKind) -> bool {
-    matches!(kind, OperatorKind::Softmax | OperatorKind::Exp | OperatorKind::TopK)
-}
-
 /// Collectives of the tensor axis, by the typing rules of a contraction and a lookup.
 ///
 /// Copies of a token for its chosen experts are reduced after they are combined, which is linear: a
@@ -342,8 +341,12 @@ fn add_communication(block: &Block, case: BlockCase, repeated: &[bool], cost: &m
     }
     let shown = 1.0 - case.machine.stack.overlap.tensor.as_ref().map_or(0.0, |hidden| hidden.value);
     let [waiting, _] = case.machine.waiting();
+    let low = case.machine.matmul_format != MatmulFormat::Model && matches!(block.role, BlockRole::Layers(_));
+    // Operands of products in a format below the model's are converted before they are gathered, to a byte or less
+    // (NVIDIA/TransformerEngine, pytorch/distributed.py, gather_along_first_dim).
+    let gathered = if low { 1.0 / case.dtype.bytes() as f64 } else { 1.0 };
     let time = |kind, bytes: f64| {
-        let bytes = Bytes(bytes as u64);
+        let bytes = Bytes((if kind == CollectiveKind::AllGather { bytes * gathered } else { bytes }) as u64);
         let exposed = collective_time(kind, bytes, case.tensor_group, case.machine) * shown;
         waiting + exposed + reordering_time(kind, bytes, case)
     };
@@ -405,7 +408,6 @@ fn expert_exchange_time(block: &Block, case: BlockCase) -> Seconds {
     }
     let routed = block.graph.node_indices().filter(|node| block.graph[*node].kind == OperatorKind::Dispatch);
     let experts = case.machine.stack.kernels.experts.as_ref();
-    let shown = 1.0 - experts.map_or(0.0, |experts| experts.exchange_hidden.value);
     let time = |node| {
         // Tensor ranks send each their part of the tokens.
         let bytes = whole_activation(block, node, case) / case.split.tensor_parallel as f64;
@@ -415,7 +417,7 @@ fn expert_exchange_time(block: &Block, case: BlockCase) -> Seconds {
             true => copies_across(group.domains, choices) / choices as f64,
             false => group.far_share(),
         };
-        exchange_time(Bytes(bytes as u64), far, group, case.machine) * (2.0 * shown)
+        exchange_time(Bytes(bytes as u64), far, group, case.machine) * 2.0
     };
     routed.map(time).sum()
 }
@@ -486,47 +488,4 @@ fn splits_its_input(block: &Block, node: NodeIndex, operands: &[NodeIndex], case
     product
         && !case.split.splits(&block.graph[operands[0]].output)
         && case.split.splits(&block.graph[operands[1]].output)
-}
-
-/// Tensors that backward reads: kept from forward unless they are recomputed.
-fn add_kept(block: &Block, case: BlockCase, cost: &mut BlockCost) {
-    let flash = case.machine.stack.kernels.flash_attention;
-    let mut kept: Vec<NodeIndex> = Vec::new();
-    for node in block.graph.node_indices() {
-        let operator = &block.graph[node];
-        if needs_inputs(&operator.kind) {
-            kept.extend(block.operands(node).into_iter().filter(|operand| !block.graph[*operand].is_parameter()));
-        }
-        if needs_output(&operator.kind) {
-            kept.push(node);
-        }
-    }
-    kept.sort_unstable();
-    kept.dedup();
-    for node in kept {
-        let inside_core = block.graph[node].attention_core && block.graph[node].name != "context";
-        if flash && inside_core {
-            continue;
-        }
-        let bytes = Bytes(case.bytes(block, node) as u64);
-        cost.kept += bytes;
-        if inside_core {
-            cost.kept_by_core += bytes;
-        }
-    }
-    cost.weight_inputs = weight_inputs(block, case);
-    cost.workspace = block.graph.node_indices().map(|node| workspace_of(block, node, case)).max().unwrap_or_default();
-}
-
-/// Gradients of an operator's result and operands, alive together in its backward.
-fn workspace_of(block: &Block, node: NodeIndex, case: BlockCase) -> Bytes {
-    let operator = &block.graph[node];
-    let source = matches!(operator.kind, OperatorKind::Input | OperatorKind::Parameter { .. });
-    if source || (operator.attention_core && case.machine.stack.kernels.flash_attention) {
-        return Bytes(0);
-    }
-    let operands = block.operands(node);
-    let activations = operands.iter().filter(|operand| !block.graph[**operand].is_parameter());
-    let bytes: f64 = activations.map(|operand| whole_activation(block, *operand, case)).sum();
-    Bytes((bytes + whole_activation(block, node, case)) as u64)
 }

@@ -59,7 +59,10 @@ impl MatmulShape {
 /// · k/(k + half_depth). A blocked product packs k · n numbers whatever m is, m · k whatever n is, and reads
 /// and writes m · n whatever k is (Goto and van de Geijn, ACM TOMS 34(3), 2008); against the 2 · m · n · k
 /// FLOPs each is a constant over one extent.
-pub fn matmul_efficiency(shape: MatmulShape, machine: &Machine) -> f64 {
+///
+/// In a format of which the device multiplies `faster` as many as of the model's, the main loop of a depth takes as
+/// much less time while prologue and epilogue keep theirs: half_depth grows by that factor.
+pub fn matmul_efficiency(shape: MatmulShape, faster: f64, machine: &Machine) -> f64 {
     let profile = &machine.device.matmul;
     if let Some(edges) = &profile.edges {
         let reached = |extent: f64, half: f64| extent / (extent + half);
@@ -69,7 +72,7 @@ pub fn matmul_efficiency(shape: MatmulShape, machine: &Machine) -> f64 {
     let tiles = shape.batch * (shape.m / TILE).ceil() * (shape.n / TILE).ceil();
     let waves = tiles / profile.multiprocessors.value as f64;
     let filled = (shape.m * shape.n * shape.batch) / (tiles * TILE * TILE);
-    let depth = shape.k / (shape.k + profile.half_depth.value);
+    let depth = shape.k / (shape.k + profile.half_depth.value * faster);
     profile.maximum.value * filled * waves / (waves + WAVE_LOSS) * depth * alignment(shape, machine)
 }
 
@@ -98,7 +101,8 @@ pub fn matmul_time(shape: MatmulShape, format: MatmulFormat, dtype: DType, machi
     });
     let speed = kernels.matmul_speed.value * relative;
     let peak = machine.device.product_peak(format, dtype).map_or(0.0, |peak| peak.value.0);
-    let rate = peak * matmul_efficiency(shape, machine) * speed;
+    let faster = if low.is_some() { peak / machine.peak_rate(dtype).0 } else { 1.0 };
+    let rate = peak * matmul_efficiency(shape, faster, machine) * speed;
     let moving = shape.elements() * dtype.bytes() as f64 / machine.streaming_bandwidth().0;
     Seconds((shape.flops() / rate).max(moving)).max(kernels.launch_floor.value)
 }

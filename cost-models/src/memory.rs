@@ -19,6 +19,8 @@ const UNREDUCED_BLOCKS: u64 = 1;
 pub struct StateBytes {
     /// Weight in the model's format.
     pub weight: u64,
+    /// Weight where ZeRO-3 shards it: none where what is gathered is converted from the master copy.
+    pub sharded_weight: u64,
     /// Gradient in the accumulation format.
     pub gradient: u64,
     /// A micro-batch's gradient beside the accumulated one, where kernels do not add to it directly.
@@ -56,6 +58,8 @@ pub struct StageLoad {
     pub expert_parameters: u64,
     /// Parameter elements of the largest block.
     pub largest_block: u64,
+    /// Parameter elements of the largest layer, outside routed experts.
+    pub largest_layer: u64,
     /// Tensors kept for backward, of all micro-batches in flight.
     pub activations: Bytes,
     /// Largest set of temporary tensors.
@@ -73,9 +77,10 @@ pub struct StageMemory {
     pub activations: Bytes,
     /// Temporary tensors.
     pub workspace: Bytes,
-    /// Parameters gathered for use, and gradients before they are reduced to their owners.
+    /// Parameters gathered for use, gradients before they are reduced to their owners, and tensors that stand for
+    /// gradients.
     pub gathered: Bytes,
-    /// Communicators' buffers.
+    /// Communicators' buffers, which no framework's allocator sees.
     pub buffers: Bytes,
     /// Held by the allocator above live tensors.
     pub slack: Bytes,
@@ -90,6 +95,7 @@ pub fn state_bytes(machine: &Machine, dtype: DType) -> StateBytes {
     let separate = !machine.stack.kernels.fused_gradient_accumulation && gradient > dtype.bytes();
     StateBytes {
         weight: dtype.bytes(),
+        sharded_weight: if memory.weights_are_master { 0 } else { dtype.bytes() },
         gradient,
         fresh_gradient: if separate { dtype.bytes() } else { 0 },
         optimizer: memory.optimizer_bytes.of(dtype),
@@ -105,9 +111,12 @@ pub fn model_state(parameters: u64, bytes: StateBytes, zero_stage: ZeroStage, sh
         true => parameters.div_ceil(shard_group),
         false => parameters,
     };
+    let weight = if zero_stage == ZeroStage::Parameters { bytes.sharded_weight } else { bytes.weight };
+    // Where gradients are sharded, fresh ones are whole for a block only.
+    let fresh_gradient = if zero_stage >= ZeroStage::Gradients { 0 } else { bytes.fresh_gradient };
     ModelState {
-        weights: Bytes(held(ZeroStage::Parameters) * bytes.weight),
-        gradients: Bytes(held(ZeroStage::Gradients) * (bytes.gradient + bytes.fresh_gradient)),
+        weights: Bytes(held(ZeroStage::Parameters) * weight),
+        gradients: Bytes(held(ZeroStage::Gradients) * (bytes.gradient + fresh_gradient)),
         optimizer: Bytes(held(ZeroStage::OptimizerState) * bytes.optimizer),
     }
 }
@@ -139,7 +148,8 @@ pub fn stage_memory(
     let fused = machine.stack.kernels.fused_gradient_accumulation;
     let gradient = if fused { bytes.gradient } else { dtype.bytes() };
     let largest = load.largest_block.min(load.parameters);
-    let gathered = Bytes(largest * (gathered * dtype.bytes() + unreduced * gradient));
+    let placeholders = if profile.gradient_placeholders { load.largest_layer * dtype.bytes() } else { 0 };
+    let gathered = Bytes(largest * (gathered * dtype.bytes() + unreduced * gradient) + placeholders);
     let mut memory = StageMemory {
         state,
         activations: load.activations,
@@ -162,12 +172,12 @@ impl StageMemory {
     /// As the framework's allocator counts it.
     pub fn allocator_peak(&self) -> Bytes {
         let ModelState { weights, gradients, optimizer } = self.state;
-        weights + gradients + optimizer + self.activations + self.workspace + self.gathered + self.buffers
+        weights + gradients + optimizer + self.activations + self.workspace + self.gathered
     }
 
     /// As the driver counts it.
     pub fn device_use(&self) -> Bytes {
-        self.allocator_peak() + self.slack + self.context
+        self.allocator_peak() + self.slack + self.buffers + self.context
     }
 
     /// By term, for the plan file.
@@ -190,7 +200,8 @@ impl StageMemory {
 mod tests {
     use super::*;
 
-    const MIXED: StateBytes = StateBytes { weight: 2, gradient: 2, fresh_gradient: 0, optimizer: 12 };
+    const MIXED: StateBytes =
+        StateBytes { weight: 2, sharded_weight: 2, gradient: 2, fresh_gradient: 0, optimizer: 12 };
 
     fn gigabytes(parameters: u64, stage: ZeroStage, ranks: u64) -> f64 {
         let state = model_state(parameters, MIXED, stage, ranks);

@@ -3,6 +3,7 @@
 mod bound;
 mod data;
 mod load;
+mod provenance;
 mod tail;
 
 use std::collections::BTreeMap;
@@ -11,8 +12,7 @@ use ir::graph::{Block, BlockRole, Extents, ModelGraph};
 use ir::mesh::{Axis, GroupFamily, build_mesh};
 use ir::model::{MAX_LAYER_RUNS, ModelSpec, Workload};
 use ir::pipeline::Pipeline;
-use ir::plan::{Term, TimeTerm};
-use ir::provenance::Provenance;
+use ir::plan::TimeTerm;
 use ir::sharding::TensorSplit;
 use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
 use ir::units::{Bytes, Seconds};
@@ -27,6 +27,8 @@ use data::{HeldParameters, exposed, state_groups};
 use load::shards_of;
 pub use load::{host_memory_of, stage_load, stage_memory_holding, stage_memory_of};
 use tail::stage_tail;
+
+pub use provenance::with_provenance;
 
 /// Order of the norm that stands for the longer of the host's and the kernels' time.
 const SHARPNESS: f64 = 4.0;
@@ -183,8 +185,7 @@ fn block_time(scenario: Scenario, block: CostedBlock, strategy: &Strategy, recom
     let cost = block.cost;
     let (recomputation, repeated_communication) = match recompute {
         Recompute::None => (Seconds(0.0), Seconds(0.0)),
-        Recompute::Selective if scenario.machine.stack.kernels.flash_attention => (Seconds(0.0), Seconds(0.0)),
-        Recompute::Selective => (cost.attention_core, Seconds(0.0)),
+        Recompute::Selective => (cost.selected, Seconds(0.0)),
         Recompute::Full | Recompute::Partial => (cost.repeated, cost.repeated_communication),
     };
     let exchanges = match recompute {
@@ -192,13 +193,14 @@ fn block_time(scenario: Scenario, block: CostedBlock, strategy: &Strategy, recom
         Recompute::Full | Recompute::Partial => 3.0,
     };
     let accumulation = gradient_accumulation_time(scenario, block.parameters, strategy);
-    let forward = cost.forward + cost.forward_communication + cost.exchange;
+    let exchange = cost.exchange - cost.expert_exchange * hidden_exchange(scenario.machine, strategy);
+    let forward = cost.forward + cost.forward_communication + exchange;
     let backward = cost.backward
         + accumulation
         + cost.backward_communication
         + recomputation
         + repeated_communication
-        + cost.exchange * (exchanges - 1.0);
+        + exchange * (exchanges - 1.0);
     let [waits, waits_back] = host_waits(scenario, &cost, strategy, recompute, [forward, backward]);
     let (forward, backward) = (forward + waits, backward + waits_back);
     let [data_forward, data_backward] = sharded_state_time(scenario, block, strategy, [forward, backward]);
@@ -206,7 +208,7 @@ fn block_time(scenario: Scenario, block: CostedBlock, strategy: &Strategy, recom
         compute: cost.forward + cost.backward + accumulation + waits + waits_back,
         recomputation,
         tensor: cost.forward_communication + cost.backward_communication + repeated_communication,
-        exchange: cost.exchange * exchanges,
+        exchange: exchange * exchanges,
         data: data_forward + data_backward,
         pass: StageTime {
             forward: forward + data_forward,
@@ -214,6 +216,12 @@ fn block_time(scenario: Scenario, block: CostedBlock, strategy: &Strategy, recom
             weights: cost.weight_gradients + accumulation,
         },
     }
+}
+
+/// Share of the expert exchange that interleaved stages hide (NVIDIA/Megatron-LM, overlap_moe_expert_parallel_comm).
+fn hidden_exchange(machine: &Machine, strategy: &Strategy) -> f64 {
+    let experts = machine.stack.kernels.experts.as_ref().filter(|_| strategy.virtual_stages > 1);
+    experts.map_or(0.0, |experts| experts.exchange_hidden.value)
 }
 
 /// Time by which the host delays a block: it issues the kernels one by one, and runs ahead in some parts of the block
@@ -411,32 +419,4 @@ pub fn predict_step(
         terms.insert(TimeTerm::Exchange, per_step(|block| block.exchange));
     }
     StepPrediction { step: terms.values().copied().sum(), terms, stages }
-}
-
-/// Attaches to each term the weakest origin of the numbers behind it.
-pub fn with_provenance(
-    scenario: Scenario,
-    strategy: &Strategy,
-    terms: &BTreeMap<TimeTerm, Seconds>,
-) -> BTreeMap<TimeTerm, Term> {
-    let machine = scenario.machine;
-    let compute = machine.compute_provenance(scenario.model.dtype);
-    let link = |inside: bool| if inside { machine.intra_provenance() } else { machine.inter_provenance() };
-    let domain = machine.fast_domain_gpus();
-    let stage_ranks = strategy.world_size() / strategy.pipeline_parallel;
-    let memory = machine.device.memory_bandwidth.provenance.min(machine.device.memory_efficiency.provenance);
-    let overhead = machine.stack.overhead.micro_batch.provenance.min(machine.stack.overhead.step.provenance);
-    let origin = |term: TimeTerm| -> Provenance {
-        match term {
-            TimeTerm::Compute | TimeTerm::Recomputation | TimeTerm::Bubble => compute.min(memory),
-            TimeTerm::TensorCommunication => link(strategy.tensor_parallel <= domain),
-            TimeTerm::Exchange => link(stage_ranks <= domain),
-            TimeTerm::PipelineCommunication => link(stage_ranks < domain),
-            TimeTerm::DataCommunication => link(state_groups(strategy, machine).whole[0].inside_domain()),
-            TimeTerm::Optimizer if strategy.offload_optimizer => machine.host_provenance(),
-            TimeTerm::Optimizer => memory,
-            TimeTerm::Overhead => overhead,
-        }
-    };
-    terms.iter().map(|(term, time)| (*term, Term { time: *time, provenance: origin(*term) })).collect()
 }

@@ -93,8 +93,15 @@ pub struct Offers {
 pub struct Kernels {
     /// Attention core in one kernel that stores no scores.
     pub flash_attention: bool,
+    /// Whether attention weights are dropped in training, by a kernel of its own where no flash kernel does it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub attention_dropout: bool,
     /// Elementwise neighbours computed by one kernel.
     pub fused: Vec<Fusion>,
+    /// Whether a kernel of fused neighbours keeps what enters it for backward and computes the rest again there,
+    /// and converts formats itself.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub fused_keep_inputs: bool,
     /// Projections of one input (query, key, value; gate, up) computed as one product.
     pub joint_projections: bool,
     /// Whether a weight's gradient is added to the accumulator by the matrix kernel itself.
@@ -103,6 +110,9 @@ pub struct Kernels {
     /// has, is not computed again.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub repeats_needed_only: bool,
+    /// What selective recomputation repeats.
+    #[serde(default)]
+    pub selective_recompute: SelectiveRecompute,
     /// In-situ speed of matrix kernels relative to the same kernels alone.
     pub matmul_speed: Sourced<f64>,
     /// Least time between the starts of two kernels.
@@ -151,6 +161,17 @@ pub struct ExpertKernels {
     pub one_copy_per_domain: bool,
     /// Share of the exchange of tokens that computation hides.
     pub exchange_hidden: Sourced<f64>,
+}
+
+/// What selective recomputation computes again in backward.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum SelectiveRecompute {
+    /// Scores, softmax and context of attention, which a flash kernel repeats anyway (arXiv 2205.05198, section 5).
+    #[default]
+    AttentionCore,
+    /// Every second matrix product, and all operators that are neither products nor attention (pytorch/torchtitan,
+    /// selective activation checkpointing by operator).
+    EverySecondProduct,
 }
 
 /// How the context axis exchanges keys and values.
@@ -237,6 +258,13 @@ pub struct MemoryBehaviour {
     pub gradient_bytes: ByFormat,
     /// Bytes of a parameter's optimizer state with its master copy, by the model's number format.
     pub optimizer_bytes: ByFormat,
+    /// Whether sharded weights are held as the optimizer's master copy only, and converted when they are gathered.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub weights_are_master: bool,
+    /// Whether an empty tensor is held for each shape of a layer's weights, as the gradient that kernels have already
+    /// added to the accumulated one (NVIDIA/TransformerEngine, pytorch/module/base.py, get_dummy_wgrad).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub gradient_placeholders: bool,
     /// Share that the allocator holds above the live tensors.
     pub allocator_slack: Sourced<f64>,
     /// Buffers of communicators and fused reductions.

@@ -17,6 +17,9 @@ use crate::strategy::Strategy;
 use crate::text::{read_ron, write_ron};
 use crate::units::{Bytes, Flops, Seconds};
 
+/// Name of the stack whose software is this project's own: its memory is that of a plan's program.
+pub const OWN_STACK: &str = "planwright";
+
 /// Version of the plan format that this crate reads and writes.
 pub const FORMAT_VERSION: u32 = 1;
 
@@ -314,7 +317,7 @@ impl Stage {
 
     /// Memory of a rank as the framework's allocator counts it.
     pub fn allocator_peak(&self) -> Bytes {
-        let outside = [MemoryTerm::AllocatorSlack, MemoryTerm::Context];
+        let outside = [MemoryTerm::CommunicationBuffers, MemoryTerm::AllocatorSlack, MemoryTerm::Context];
         self.memory.iter().filter(|(term, _)| !outside.contains(term)).map(|(_, bytes)| *bytes).sum()
     }
 }

@@ -31,7 +31,7 @@
 //!     every parameter is stepped once and whole again where it is stored whole; sums over replicas start
 //!     when the last micro-batch has added to the gradient, and each is waited for once;
 //! 19. each stage's memory is what the lives of its program's values make it, and weights and kept
-//!     activations fit into the terms of the estimate.
+//!     activations fit into the terms of the estimate if its stack is the project's own.
 //!
 //! All violations are reported at once, each with its place in the file.
 

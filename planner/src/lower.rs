@@ -8,7 +8,7 @@ use ir::graph::{BlockRole, ModelGraph, count_parameters};
 use ir::mesh::{StageId, build_mesh};
 use ir::model::{MAX_LAYER_RUNS, ModelSpec};
 use ir::pipeline::{Pipeline, in_flight};
-use ir::plan::{BlockShards, Estimate, Executable, FORMAT_VERSION, Inputs, Plan, SearchReport, Stage};
+use ir::plan::{BlockShards, Estimate, Executable, FORMAT_VERSION, Inputs, OWN_STACK, Plan, SearchReport, Stage};
 use ir::program::AttentionKernel;
 use ir::provenance::Provenance;
 use ir::sharding::{self, TensorSplit};
@@ -184,7 +184,7 @@ fn part_layers(pipeline: Pipeline, counts: &[u64]) -> Vec<(u64, u64)> {
 fn remarks(request: &Request) -> Vec<String> {
     let mut remarks = Vec::new();
     let stack = &request.machine.stack;
-    if stack.name != "planwright" {
+    if stack.name != OWN_STACK {
         remarks.push(format!("time and memory are those of stack {}, not of this plan's own program", stack.name));
     }
     if stack.relative_error_90.provenance == Provenance::Assumed {

@@ -8,6 +8,11 @@ use petgraph::graph::NodeIndex;
 use super::BlockCase;
 use crate::matmul::{MatmulShape, matmul_time};
 
+/// Bytes moved to convert an element of a grouped product's operand, which no kernel before it does: read in the model's
+/// format, written, and read and written once more for the transposed copy (NVIDIA/TransformerEngine,
+/// pytorch/module/grouped_linear.py).
+const UNFUSED_CONVERSION_BYTES: f64 = 5.0;
+
 /// Times of a product, and of the products for the gradients of its left and its right operand.
 pub fn product_times(product: &Product, case: BlockCase) -> [Seconds; 3] {
     let time = |shape| matmul_time(shape, product.format, case.dtype, case.machine);
@@ -17,11 +22,23 @@ pub fn product_times(product: &Product, case: BlockCase) -> [Seconds; 3] {
     let times = [shape, shape.left_gradient(), shape.right_gradient()].map(|shape| time(shape) * slower);
     let low = case.machine.stack.kernels.low_precision.as_ref().filter(|_| product.format != MatmulFormat::Model);
     let Some(low) = low else { return times };
-    let conversion = |elements: f64| {
-        Seconds(shape.batch * elements * low.conversion_bytes.value / case.machine.streaming_bandwidth().0)
-    };
+    // Weights are converted once a step, but where every use gathers them.
+    let alone = if experts.is_some() { UNFUSED_CONVERSION_BYTES } else { 0.0 };
+    let conversion =
+        |elements: f64, bytes: f64| Seconds(shape.batch * elements * bytes / case.machine.streaming_bandwidth().0);
+    let each = low.conversion_bytes.value;
     let [forward, left, right] = times;
-    [forward + conversion(shape.m * shape.k + shape.k * shape.n), left + conversion(shape.m * shape.n), right]
+    let converted = conversion(shape.m * shape.k, each + alone) + conversion(shape.k * shape.n, each);
+    [forward + converted, left + conversion(shape.m * shape.n, each + alone), right]
+}
+
+/// Kernels that the host issues for a product: a grouped one is a product of each expert (NVIDIA/TransformerEngine,
+/// pytorch/cpp_extensions/gemm.py, general_grouped_gemm, over several cuBLAS streams).
+pub fn launches(product: &Product, case: BlockCase) -> u64 {
+    match &case.machine.stack.kernels.experts {
+        Some(_) if product.grouped => product.shape.batch as u64,
+        _ => 1,
+    }
 }
 
 /// A matrix product, or several of one input that are computed as one.

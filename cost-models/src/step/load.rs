@@ -111,6 +111,7 @@ fn add_part(
     let mut held = HeldBytes::default();
     for run in (0..MAX_LAYER_RUNS).filter(|run| content.layers[*run] > 0) {
         let block = blocks.layers[run];
+        load.largest_layer = load.largest_layer.max(block.parameters - block.expert_parameters);
         let again = content.recomputed[run];
         let others = if recompute == Recompute::Partial { Recompute::None } else { recompute };
         for (count, recompute) in [(content.layers[run] - again, others), (again, Recompute::Full)] {
@@ -142,7 +143,7 @@ fn add_block(load: &mut StageLoad, block: CostedBlock, count: u64, temporary: By
 fn kept_and_temporary(cost: &BlockCost, recompute: Recompute) -> (Bytes, Bytes) {
     match recompute {
         Recompute::None => (cost.kept, cost.workspace),
-        Recompute::Selective => (cost.kept - cost.kept_by_core, cost.workspace + cost.kept_by_core),
+        Recompute::Selective => (cost.kept_selected, cost.workspace + (cost.kept - cost.kept_selected)),
         Recompute::Full | Recompute::Partial => (cost.input, cost.workspace + cost.kept),
     }
 }

@@ -122,6 +122,8 @@ pub fn assemble(
     if let Some(flash) = run.flash_attention {
         stack.kernels.flash_attention = flash;
     }
+    // Gated models are trained without dropout; of others the family or else the stack's default says.
+    stack.kernels.attention_dropout &= family_of(&run.family).dropout.unwrap_or(!is_gated(run));
     let node_gpus = run.gpus_per_node.unwrap_or(cluster.node_gpus);
     Ok(Machine { matmul_format: format_of(run, &device)?, device, cluster, stack, node_gpus })
 }
@@ -154,6 +156,10 @@ fn format_of(run: &Run, device: &DeviceProfile) -> Result<MatmulFormat, String> 
     supported.then_some(format).ok_or_else(reason)
 }
 
+fn is_gated(run: &Run) -> bool {
+    run.gated_mlp.unwrap_or(run.num_experts.is_some())
+}
+
 fn dtype_of(run: &Run) -> DType {
     match run.precision.as_deref() {
         Some("fp32") => DType::FP32,
@@ -164,7 +170,7 @@ fn dtype_of(run: &Run) -> DType {
 
 fn model_of(run: &Run, tensor_parallel_stack: bool) -> Result<ModelSpec, String> {
     let family = family_of(&run.family);
-    let gated = run.gated_mlp.unwrap_or(run.num_experts.is_some());
+    let gated = is_gated(run);
     let hidden = needed(run.hidden, "hidden")?;
     let sequence = needed(run.seq_len, "seq_len")?;
     let num_layers = needed(run.layers, "layers")?;

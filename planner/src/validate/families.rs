@@ -23,6 +23,8 @@ pub struct Family {
     pub position: Option<Position>,
     /// Whether the head has weights of its own, where the feed-forward part does not tell.
     pub untied: Option<bool>,
+    /// Whether training drops attention weights, where the feed-forward part and the stack do not tell.
+    pub dropout: Option<bool>,
     /// Vocabulary where the table has none.
     pub vocab: u64,
 }
@@ -53,6 +55,7 @@ pub const PLAIN: Family = Family {
     bias: None,
     position: None,
     untied: None,
+    dropout: None,
     vocab: 51_200,
 };
 
@@ -87,7 +90,7 @@ const FAMILIES: [Family; 8] = [
         ..PLAIN
     },
     Family { fragment: "mpt", bias: Some(Bias::None), ..PLAIN },
-    Family { fragment: "bloom", position: Some(Position::Alibi), ..PLAIN },
+    Family { fragment: "bloom", position: Some(Position::Alibi), dropout: Some(false), ..PLAIN },
     Family { fragment: "grok", vocab: 131_072, ..PLAIN },
 ];
 

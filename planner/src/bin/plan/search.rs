@@ -145,7 +145,9 @@ fn read_request(options: &SearchOptions) -> Result<Request, Error> {
     let origin = path.display().to_string();
     let model = read_model_file(path, &origin)?;
     let workload = workload(&model, &origin, options.sequence_length, options.global_batch)?;
-    let Subject { cluster, device, stack } = read_profiles(&options.cluster, options.stack.as_deref())?;
+    let Subject { cluster, device, mut stack } = read_profiles(&options.cluster, options.stack.as_deref())?;
+    // Neither model nor plan says whether training drops anything.
+    stack.kernels.attention_dropout = false;
     let node_gpus = options.node_gpus.unwrap_or(0);
     let gpus = match &options.gpus {
         Some(Gpus::One(gpus)) => *gpus,
