@@ -387,3 +387,24 @@ fn step_by_command(fixed: &FixedChoices) -> Option<f64> {
     let (_, number) = estimate.split_once("\"step_seconds\":")?;
     number.split([',', '}', '\n']).next()?.trim().parse().ok()
 }
+
+#[test]
+fn what_is_planned_on_request_is_not_executable_and_says_why() {
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/tiny.ron");
+    let rows = [
+        ("--context-parallel 2", "/strategy/context_parallel", serde_json::json!(2)),
+        ("--pipeline-parallel 2 --virtual-stages 2", "/strategy/virtual_stages", serde_json::json!(2)),
+        ("--pipeline-parallel 2 --schedule zb-h1", "/strategy/schedule", serde_json::json!("zb-h1")),
+    ];
+    for (flags, field, expected) in rows {
+        let given = format!("--model {model} --gpus 4 --node-gpus 8 --dry-run --json {flags}");
+        let output = Command::new(env!("CARGO_BIN_EXE_plan")).args(given.split(' ')).output().expect("plan starts");
+        assert!(output.status.success(), "{flags}: {}", String::from_utf8_lossy(&output.stdout));
+        let value: serde_json::Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
+        assert_eq!(value.pointer(field), Some(&expected), "{flags}");
+        assert_eq!(value.pointer("/strategy/executable"), Some(&serde_json::json!(false)), "{flags}");
+        assert!(value.pointer("/strategy/reason").is_some_and(serde_json::Value::is_string), "{flags}");
+        let output = Command::new(env!("CARGO_BIN_EXE_plan")).args(given.split(' ')).arg("--executable").output();
+        assert_eq!(output.expect("plan starts").status.code(), Some(1), "{flags}: nothing executable is left");
+    }
+}

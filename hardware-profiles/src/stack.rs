@@ -79,6 +79,9 @@ pub struct Offers {
     /// Where context parallelism is documented; the software has none where absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub context_parallel: Option<String>,
+    /// Whether context degrees are planned where they are asked for, although the software does not execute them yet.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub requested_context_parallel: bool,
     /// Where expert parallelism is documented; the software has none where absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expert_parallel: Option<String>,

@@ -343,7 +343,9 @@ fn check_offers(request: &Request, problems: &mut Vec<Problem>) {
         (more_than_one(fixed.tensor_parallel) && !offers.tensor_parallel, "--tensor-parallel", "tensor parallelism"),
         (more_than_one(fixed.pipeline_parallel) && !offers.pipeline_parallel, "--pipeline-parallel", "pipeline stages"),
         (
-            more_than_one(fixed.context_parallel) && offers.context_parallel.is_none(),
+            more_than_one(fixed.context_parallel)
+                && offers.context_parallel.is_none()
+                && !offers.requested_context_parallel,
             "--context-parallel",
             "context parallelism",
         ),
