@@ -9,6 +9,7 @@ pub mod compile;
 pub mod error;
 pub mod examples;
 pub mod explain;
+pub mod export;
 pub mod fitting;
 pub mod foreign;
 pub mod huggingface;

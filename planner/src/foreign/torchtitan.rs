@@ -47,6 +47,11 @@ const MODELS: [(&str, &str, &str); 6] = [
     ("deepseek_v3", "671B", "deepseek-v3"),
 ];
 
+/// What torchtitan calls a built-in model: name and flavor.
+pub fn name_of(model: &str) -> Option<(&'static str, &'static str)> {
+    MODELS.into_iter().find(|(_, _, example)| *example == model).map(|(name, flavor, _)| (name, flavor))
+}
+
 /// Reads a file's text; `origin` names it in errors.
 ///
 /// # Errors

@@ -34,6 +34,8 @@ pub enum Command {
     Compare(CompareOptions),
     /// Predict a launch configuration of Megatron, DeepSpeed or torchtitan, and what the best plan would gain
     Score(ScoreOptions),
+    /// Print a plan as a launch configuration of another program
+    Export(ExportOptions),
     /// Predict every row of a table of measured runs
     Validate(ValidateOptions),
     /// Fit a cluster's constants to a user's own logged runs
@@ -334,6 +336,34 @@ pub struct ScoreOptions {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+}
+
+/// Options of `plan export`.
+#[derive(Debug, Args)]
+pub struct ExportOptions {
+    /// Plan file
+    pub plan: PathBuf,
+    /// The program that the configuration is for
+    #[arg(long)]
+    pub to: ExportTarget,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Programs that plans are exported to.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum ExportTarget {
+    /// Flags of Megatron-LM
+    Megatron,
+    /// DeepSpeed's JSON file
+    Deepspeed,
+    /// torchtitan's TOML file
+    Torchtitan,
+    /// NeMo's YAML file
+    Nemo,
+    /// A batch script that runs the plan
+    Slurm,
 }
 
 /// Options of `plan validate`.

@@ -7,6 +7,7 @@ mod calibrate;
 mod check;
 mod compare;
 mod execute;
+mod export;
 mod import;
 mod inspect;
 mod library;
@@ -38,6 +39,7 @@ fn main() -> ExitCode {
         Some(Command::Check(options)) => check::run(&options),
         Some(Command::Compare(options)) => compare::run(&options),
         Some(Command::Score(options)) => score::run(&options),
+        Some(Command::Export(options)) => export::run(&options),
         Some(Command::Validate(options)) => validate::run(&options),
         Some(Command::Calibrate(options)) => calibrate::run(&options),
         Some(Command::Models(options)) => library::models(options.json),
