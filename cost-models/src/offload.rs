@@ -63,7 +63,7 @@ mod tests {
             link_efficiency: sourced(0.5),
             reserved: sourced(0.1),
         };
-        let bytes = StateBytes { weight: 2, gradient: 2, fresh_gradient: 0, optimizer: 12 };
+        let bytes = StateBytes { weight: 2, sharded_weight: 2, gradient: 2, fresh_gradient: 0, optimizer: 12 };
         let time = |ranks, covered| offloaded_update_time(&host, ranks, bytes, 1_000_000_000, Seconds(covered)).0;
         // 2 GB down at 8 GB/s, 28 GB of state at 100 GB/s; 2 GB up in 0.25 s hide behind the update.
         assert!((time(1, 0.0) - 0.53).abs() < 1e-9);

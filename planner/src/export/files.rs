@@ -125,9 +125,11 @@ pub(super) fn nemo(plan: &Plan) -> Export {
     let checkpointing = match strategy.recompute {
         Recompute::None => "  activations_checkpoint_granularity: null\n".to_owned(),
         Recompute::Selective => "  activations_checkpoint_granularity: selective\n".to_owned(),
-        Recompute::Full => "  activations_checkpoint_granularity: full\n  activations_checkpoint_method: uniform\n  \
+        Recompute::Full | Recompute::Partial => {
+            "  activations_checkpoint_granularity: full\n  activations_checkpoint_method: uniform\n  \
              activations_checkpoint_num_layers: 1\n"
-            .to_owned(),
+                .to_owned()
+        }
     };
     let interleaved = (strategy.virtual_stages > 1).then_some(strategy.virtual_stages);
     if !evenly(strategy) {
