@@ -50,7 +50,14 @@ fn exported_plans_are_read_back_as_they_are() {
         ("ZeRO-1", "deepspeed", "llama-2-7b", "--gpus 64", "--stack deepspeed-zero", "--zero-stage 1"),
         ("recomputed", "deepspeed", "llama-2-7b", "--gpus 64", "--stack deepspeed-zero", "--recompute full"),
         ("sharded", "torchtitan", "llama-3.1-8b", "--gpus 64", titan, "--zero-stage 3 --recompute full"),
-        ("tensor", "torchtitan", "llama-3.1-70b", "--gpus 256", titan, "--zero-stage 3 --sequence-parallel on"),
+        (
+            "tensor",
+            "torchtitan",
+            "llama-3.1-70b",
+            "--gpus 256",
+            titan,
+            "--zero-stage 3 --tensor-parallel 8 --sequence-parallel on",
+        ),
     ];
     for (name, format, model, machine, stack, fixed) in rows {
         let folder = TempDir::new().expect("a scratch folder");
@@ -72,7 +79,9 @@ fn exported_plans_are_read_back_as_they_are() {
             continue;
         }
         assert_eq!(read["strategy"]["layers_per_stage"], made["strategy"]["layers_per_stage"], "{name}: {text}");
-        assert_eq!(read["parameters"], made["parameters"], "{name}: {text}");
+        // Megatron counts the rows that it adds to the vocabulary, the plan those of the model alone.
+        let [counted, given] = [&read, &made].map(|value| value["parameters"].as_u64().expect("a number"));
+        assert!(counted >= given && counted - given < given / 100, "{name}: {counted} of {given} in\n{text}");
         let [there, back] =
             [&made, &read].map(|value| value["estimate"]["step_seconds"].as_f64().expect("a number of seconds"));
         assert!((back / there - 1.0).abs() < 1e-6, "{name}: planned with {there} s, read back with {back} s:\n{text}");

@@ -397,7 +397,7 @@ fn what_is_planned_on_request_is_not_executable_and_says_why() {
         ("--pipeline-parallel 2 --schedule zb-h1", "/strategy/schedule", serde_json::json!("zb-h1")),
     ];
     for (flags, field, expected) in rows {
-        let given = format!("--model {model} --gpus 4 --node-gpus 8 --dry-run --json {flags}");
+        let given = format!("--model {model} --gpus 4 --node-gpus 4 --dry-run --json {flags}");
         let output = Command::new(env!("CARGO_BIN_EXE_plan")).args(given.split(' ')).output().expect("plan starts");
         assert!(output.status.success(), "{flags}: {}", String::from_utf8_lossy(&output.stdout));
         let value: serde_json::Value = serde_json::from_slice(&output.stdout).expect("one JSON object");

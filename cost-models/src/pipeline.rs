@@ -13,9 +13,9 @@ pub use order::{PassKind, StagePass, pass_order};
 use rounds::time_by_rounds;
 
 /// Rounds of the pipeline's length, of interleaved parts and of a V, that are simulated.
-const SIMULATED_ROUNDS: u64 = 4;
+const SIMULATED_ROUNDS: u64 = 8;
 /// Micro-batches of these that are always simulated, in whole rounds.
-const LEAST_SIMULATED: u64 = 32;
+const LEAST_SIMULATED: u64 = 64;
 
 /// Time of one micro-batch on one stage, or on one of its parts.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

@@ -10,13 +10,13 @@ use ir::strategy::{Recompute, Strategy, ZeroStage};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CostIndex(usize);
 
-/// Costs by what they depend on: splits of the model with micro-batches, and for times recomputation too and whether
-/// gradients are accumulated.
+/// Costs by what they depend on: splits of the model with micro-batches, and for times recomputation too, whether
+/// gradients are accumulated, and whether stages have several parts.
 pub struct Costs<'a> {
     scenario: Scenario<'a>,
     indices: BTreeMap<(TensorSplit, u64), CostIndex>,
     blocks: Vec<PerBlock<CostedBlock>>,
-    times: BTreeMap<(usize, Recompute, bool), PerBlock<BlockTime>>,
+    times: BTreeMap<(usize, Recompute, [bool; 2]), PerBlock<BlockTime>>,
 }
 
 impl<'a> Costs<'a> {
@@ -45,7 +45,8 @@ impl<'a> Costs<'a> {
         if strategy.zero_stage >= ZeroStage::Gradients {
             return block_times(scenario, blocks, strategy);
         }
-        let key = (index.0, strategy.recompute, strategy.num_micro_batches() > 1);
+        let several = [strategy.num_micro_batches() > 1, strategy.virtual_stages > 1];
+        let key = (index.0, strategy.recompute, several);
         *self.times.entry(key).or_insert_with(|| block_times(scenario, blocks, strategy))
     }
 }

@@ -137,7 +137,11 @@ impl<'a> Tree<'a> {
         let micro_batch = sizes().fold(1, least_common_multiple);
         // One micro-batch: nothing is accumulated.
         let plain = degrees.plain(micro_batch * degrees.data);
-        let plain = Strategy { micro_batch, sequence_parallel: family.sequence_parallel, ..plain };
+        // Blocks of stages with several parts take no longer than those of one.
+        let parts = meshes().flat_map(|mesh| mesh.layouts.passes.iter().map(|passes| passes.virtual_stages));
+        let virtual_stages = parts.max().unwrap_or(1);
+        let sequence_parallel = family.sequence_parallel;
+        let plain = Strategy { micro_batch, virtual_stages, sequence_parallel, ..plain };
         let split = split_of(self.scenario.model, &plain).expect("the space holds only degrees that split the model");
         let blocks = costed_blocks(self.scenario, split, micro_batch);
         let whole = StageContent { embedding: true, layers: self.layers, head: true, ..StageContent::default() };
@@ -185,9 +189,11 @@ impl<'a> Tree<'a> {
                 let strategy = Strategy { micro_batch, sequence_parallel, recompute, ..plain.clone() };
                 let costs_of = costs.index(&strategy);
                 let case = Case { mesh, sequence_parallel, micro_batch, recompute, costs: costs_of };
-                let times = costs.times(costs_of, &strategy);
-                let bounds =
-                    passes.iter().map(|passes| self.pipeline_bound(costs, &times, case, &passes.on(&strategy)));
+                let bounds = passes.iter().map(|passes| {
+                    let strategy = passes.on(&strategy);
+                    let times = costs.times(costs_of, &strategy);
+                    self.pipeline_bound(costs, &times, case, &strategy)
+                });
                 let bound = bounds.min_by(|a, b| a.0.total_cmp(&b.0)).unwrap_or_default();
                 let count = (passes.len() * layouts.sharding.len()) as u64;
                 if is_below(bound, limit) {
