@@ -88,6 +88,30 @@ pub enum ScheduleKind {
 }
 
 impl Strategy {
+    /// A layout of these tensor, pipeline and data degrees with nothing else chosen: ZeRO-0, micro-batches of one
+    /// sequence, 1F1B, no recomputation, no sequence parallelism, no stage split yet.
+    pub fn plain(degrees: [u64; 3], global_batch: u64) -> Strategy {
+        let [tensor_parallel, pipeline_parallel, data_parallel] = degrees;
+        Strategy {
+            tensor_parallel,
+            pipeline_parallel,
+            data_parallel,
+            context_parallel: 1,
+            expert_parallel: 1,
+            zero_stage: ZeroStage::None,
+            shard_group: data_parallel,
+            micro_batch: 1,
+            global_batch,
+            virtual_stages: 1,
+            schedule: ScheduleKind::OneForwardOneBackward,
+            recompute: Recompute::None,
+            sequence_parallel: false,
+            offload_optimizer: false,
+            layers_per_stage: Vec::new(),
+            recomputed_layers: Vec::new(),
+        }
+    }
+
     /// Ranks of the mesh.
     pub fn world_size(&self) -> u64 {
         self.tensor_parallel * self.pipeline_parallel * self.data_parallel * self.context_parallel

@@ -15,7 +15,7 @@ mod tree;
 use hardware_profiles::device::MatmulFormat;
 use ir::error::Problem;
 use ir::model::{ModelSpec, Workload};
-use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
+use ir::strategy::{Recompute, Strategy};
 
 use crate::error::Error;
 use crate::request::GPU_LIMIT;
@@ -116,24 +116,7 @@ impl Format {
 
 /// One rank with nothing sharded, split or computed again: readers change what they read.
 fn plain_layout() -> Strategy {
-    Strategy {
-        tensor_parallel: 1,
-        pipeline_parallel: 1,
-        data_parallel: 1,
-        context_parallel: 1,
-        expert_parallel: 1,
-        zero_stage: ZeroStage::None,
-        shard_group: 1,
-        micro_batch: 1,
-        global_batch: 1,
-        virtual_stages: 1,
-        schedule: ScheduleKind::OneForwardOneBackward,
-        recompute: Recompute::None,
-        sequence_parallel: false,
-        offload_optimizer: false,
-        layers_per_stage: Vec::new(),
-        recomputed_layers: Vec::new(),
-    }
+    Strategy::plain([1; 3], 1)
 }
 
 /// Known names near an unknown one, nearest first.

@@ -9,7 +9,7 @@ use cost_models::machine::Machine;
 use hardware_profiles::device::MatmulFormat;
 use hardware_profiles::{find_cluster, find_device, find_stack};
 use ir::model::{ModelSpec, read_model, workload};
-use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
+use ir::strategy::Strategy;
 use planner::request::{FixedChoices, Request, check_request};
 
 /// A machine from built-in profiles.
@@ -44,27 +44,9 @@ pub fn request(model: ModelSpec, machine: Machine, gpus: u64, fixed: FixedChoice
     request
 }
 
-/// A layout with given degrees and batch, and nothing else chosen: ZeRO-0, micro-batches of 1, 1F1B, no
-/// recomputation, no sequence parallelism, no stage split yet.
+/// A layout with given degrees and batch, and nothing else chosen.
 pub fn layout(tensor_parallel: u64, pipeline_parallel: u64, data_parallel: u64, global_batch: u64) -> Strategy {
-    Strategy {
-        tensor_parallel,
-        pipeline_parallel,
-        data_parallel,
-        context_parallel: 1,
-        expert_parallel: 1,
-        zero_stage: ZeroStage::None,
-        shard_group: data_parallel,
-        micro_batch: 1,
-        global_batch,
-        virtual_stages: 1,
-        schedule: ScheduleKind::OneForwardOneBackward,
-        recompute: Recompute::None,
-        sequence_parallel: false,
-        offload_optimizer: false,
-        layers_per_stage: Vec::new(),
-        recomputed_layers: Vec::new(),
-    }
+    Strategy::plain([tensor_parallel, pipeline_parallel, data_parallel], global_batch)
 }
 
 /// The median; sorts the values.

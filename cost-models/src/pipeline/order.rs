@@ -151,6 +151,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::pipeline::tests::allowed;
 
     /// The most that a stage holds of all parts, walking its passes; an activation has one byte, a weight input `ratio`.
     fn walked_peak(pipeline: Pipeline, stage: u64, ratio: f64) -> f64 {
@@ -182,15 +183,7 @@ mod tests {
         fn what_stages_hold_is_what_their_passes_hold(
             kind in 0usize..5, stages in 1u64..10, parts in 2u64..5, batches in 1u64..40, ratio in 0.0f64..4.0,
         ) {
-            let schedule = ScheduleKind::ALL[kind];
-            let virtual_stages = match schedule {
-                ScheduleKind::Interleaved => parts,
-                ScheduleKind::ZeroBubbleV => 2,
-                _ => 1,
-            };
-            let whole = schedule.allows_micro_batches(batches, stages);
-            let micro_batches = if whole { batches } else { batches * stages };
-            let pipeline = Pipeline { schedule, num_stages: stages, virtual_stages, micro_batches };
+            let pipeline = allowed(ScheduleKind::ALL[kind], stages, parts, batches);
             for stage in 0..stages {
                 let [walked, stated] = [walked_peak, stated_peak].map(|peak| peak(pipeline, stage, ratio));
                 prop_assert!((walked - stated).abs() < 1e-9, "{pipeline:?} {stage}: {walked} walked, {stated} stated");

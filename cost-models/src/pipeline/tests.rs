@@ -115,6 +115,17 @@ fn ticking(pipeline: Pipeline, times: &[[u64; 3]]) -> u64 {
     0
 }
 
+/// A pipeline of a schedule with numbers that it allows, near the given ones.
+pub(super) fn allowed(schedule: ScheduleKind, stages: u64, parts: u64, batches: u64) -> Pipeline {
+    let virtual_stages = match schedule {
+        ScheduleKind::Interleaved => parts,
+        ScheduleKind::ZeroBubbleV => 2,
+        _ => 1,
+    };
+    let whole = schedule.allows_micro_batches(batches, stages);
+    pipeline(schedule, stages, virtual_stages, if whole { batches } else { batches * stages })
+}
+
 prop_compose! {
     /// A schedule that its numbers of stages, parts and micro-batches allow, and whole times of its parts.
     fn cases(most_batches: u64)(
@@ -122,13 +133,7 @@ prop_compose! {
         times in prop::collection::vec((1u64..9, 1u64..9, 1u64..9), 18),
     ) -> (Pipeline, Vec<[u64; 3]>) {
         let schedule = ScheduleKind::ALL[kind];
-        let virtual_stages = match schedule {
-            ScheduleKind::Interleaved => parts,
-            ScheduleKind::ZeroBubbleV => 2,
-            _ => 1,
-        };
-        let whole = schedule.allows_micro_batches(batches, stages);
-        let pipeline = pipeline(schedule, stages, virtual_stages, if whole { batches } else { batches * stages });
+        let pipeline = allowed(schedule, stages, parts, batches);
         // Without passes of their own, gradients of weights are part of the backward pass.
         let time = |(forward, backward, weights): (u64, u64, u64)| match schedule.splits_backward() {
             true => [forward, backward, weights],

@@ -1,6 +1,6 @@
 //! Layouts of one mesh as a product of independent choices.
 
-use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
+use ir::strategy::{Recompute, Strategy, ZeroStage};
 
 use super::choices::{Choices, Degrees, Passes, Sharding, open_parts};
 use crate::request::{Request, divisors};
@@ -54,22 +54,9 @@ impl Degrees {
     /// A layout on this mesh with nothing else chosen: plain data parallelism, 1F1B, no recomputation.
     pub fn plain(self, global_batch: u64) -> Strategy {
         Strategy {
-            tensor_parallel: self.tensor,
-            pipeline_parallel: self.pipeline,
-            data_parallel: self.data,
             context_parallel: self.context,
             expert_parallel: self.expert,
-            zero_stage: ZeroStage::None,
-            shard_group: self.data,
-            micro_batch: 1,
-            global_batch,
-            virtual_stages: 1,
-            schedule: ScheduleKind::OneForwardOneBackward,
-            recompute: Recompute::None,
-            sequence_parallel: false,
-            offload_optimizer: false,
-            layers_per_stage: Vec::new(),
-            recomputed_layers: Vec::new(),
+            ..Strategy::plain([self.tensor, self.pipeline, self.data], global_batch)
         }
     }
 }

@@ -283,22 +283,15 @@ fn layouts_of(run: &Run, machine: &Machine) -> Result<Vec<Strategy>, String> {
     for micro_batch in micro_batches.into_iter().filter(whole) {
         for recompute in Recompute::ALL.into_iter().filter(possible) {
             layouts.push(Strategy {
-                tensor_parallel: tensor,
-                pipeline_parallel: pipeline,
-                data_parallel: data,
                 context_parallel: context,
                 expert_parallel: expert,
                 zero_stage: run.zero_stage.unwrap_or(ZeroStage::None),
-                shard_group: data,
                 micro_batch,
-                global_batch: batch,
                 virtual_stages: parts,
                 schedule,
                 recompute,
                 sequence_parallel: run.sequence_parallel.unwrap_or(false) && tensor > 1,
-                offload_optimizer: false,
-                layers_per_stage: Vec::new(),
-                recomputed_layers: Vec::new(),
+                ..Strategy::plain([tensor, pipeline, data], batch)
             });
         }
     }

@@ -163,26 +163,14 @@ fn is_ratio(value: f64) -> bool {
 mod tests {
     use super::*;
     use crate::train::{global_batch_at, micro_batches_at, read_train};
-    use ir::strategy::{Recompute, ScheduleKind, ZeroStage};
+    use ir::strategy::ScheduleKind;
 
     fn strategy(data_parallel: u64, micro_batch: u64, global_batch: u64) -> Strategy {
         Strategy {
-            tensor_parallel: 1,
-            pipeline_parallel: 1,
-            data_parallel,
-            context_parallel: 1,
-            expert_parallel: 1,
-            zero_stage: ZeroStage::None,
-            shard_group: data_parallel,
             micro_batch,
-            global_batch,
-            virtual_stages: 1,
             schedule: ScheduleKind::GPipe,
-            recompute: Recompute::None,
-            sequence_parallel: false,
-            offload_optimizer: false,
             layers_per_stage: vec![1],
-            recomputed_layers: Vec::new(),
+            ..Strategy::plain([1, 1, data_parallel], global_batch)
         }
     }
 
