@@ -32,8 +32,10 @@ const MODEL: &str = r#"(
 )"#;
 /// Rounds where none are given.
 const ROUNDS: usize = 7;
-/// Steps of a run; the first does not count.
-const STEPS: &str = "4";
+/// Steps of a run.
+const STEPS: &str = "8";
+/// First steps of a run that do not count: memory that a process has not touched before makes them slow.
+const WARM_UP_STEPS: usize = 2;
 /// Steps of a run that measures a profile.
 const PROFILE_STEPS: &str = "12";
 /// Predictions closer than this are a tie, and no prediction may be off by more.
@@ -140,13 +142,13 @@ fn plan(programs: &Path, ranks: u64, flags: &str, cluster: &Path, out: &Path) ->
     Ok(read_plan(&fs::read_to_string(out)?, flags)?)
 }
 
-/// The median step of a run without its first.
+/// The median step of a run without its first ones.
 fn step_seconds(programs: &Path, plan: &Path) -> Result<f64, Box<dyn Error>> {
     let log = plan.with_extension("log");
     let mut command = Command::new(programs.join("execute-plan"));
     run_undisturbed(command.arg(plan).args(["--synthetic", "--force", "--steps", STEPS, "--log"]).arg(&log))?;
     let mut seconds = Vec::new();
-    for line in fs::read_to_string(&log)?.lines().skip(1) {
+    for line in fs::read_to_string(&log)?.lines().skip(WARM_UP_STEPS) {
         seconds.push(serde_json::from_str::<StepRecord>(line)?.seconds);
     }
     Ok(median(&seconds))
