@@ -6,6 +6,7 @@
 //! - A [`Group`] runs its operations one after the other (`lane`): `movement` moves messages, `reduction` reduces
 //!   them, both chunk by chunk (`chunk`) over the `wire` of the group's links: queues in shared memory (`ring`,
 //!   `segment`) between ranks of one host, TCP (`stream`, `accept`) between others.
+//! - `nccl` (a feature) is for groups of ranks on cards: they meet over a [`Group`], data goes through NCCL.
 //! - Every wait ends: with what is waited for, with the timeout, or with the end of the run, which all ranks learn
 //!   within a fraction of a second.
 
@@ -21,6 +22,8 @@ mod link;
 #[cfg(feature = "mpi")]
 mod message_passing;
 mod movement;
+#[cfg(feature = "nccl")]
+pub mod nccl;
 mod reduction;
 mod rendezvous;
 mod ring;

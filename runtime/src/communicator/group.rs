@@ -206,6 +206,12 @@ impl Group {
         })
     }
 
+    /// How the group is called, and the run it belongs to.
+    #[cfg(feature = "nccl")]
+    pub(super) fn identity(&self) -> &Identity {
+        &self.lane.0.identity
+    }
+
     /// Runs an operation on this thread, after those that were started before.
     fn now(&self, operation: Operation, run: impl FnOnce(&mut Wire) -> Result<u64, Error>) -> Result<(), Error> {
         let lane = &self.lane.0;
