@@ -5,7 +5,8 @@ mod support;
 use std::process::Command;
 
 use cost_models::machine::Machine;
-use hardware_profiles::stack::ContextExchange;
+use cost_models::offload::usable_host_memory;
+use hardware_profiles::stack::{ContextExchange, RequestedChoice};
 use ir::graph::build_graph;
 use ir::model::{Attention, FeedForward, ModelSpec};
 use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
@@ -26,10 +27,11 @@ fn every_layout(request: &Request, mut each: impl FnMut(Strategy)) {
         FeedForward::MixtureOfExperts { num_experts, .. } if offers.expert_parallel.is_some() => num_experts,
         _ => 1,
     };
+    let contexts = offers.context_parallel.is_some() && is_searched(request, RequestedChoice::ContextParallel);
     for tensor in divide(gpus).filter(|t| offers.tensor_parallel || *t == 1) {
         for pipeline in divide(gpus / tensor).filter(|p| offers.pipeline_parallel || *p == 1) {
             let parts = parts_of(request, pipeline, layers);
-            for context in divide(gpus / tensor / pipeline).filter(|c| offers.context_parallel.is_some() || *c == 1) {
+            for context in divide(gpus / tensor / pipeline).filter(|c| contexts || *c == 1) {
                 let data = gpus / tensor / pipeline / context;
                 for expert in divide(data * context).filter(|e| experts.is_multiple_of(*e)) {
                     for &zero_stage in &offers.zero_stages {
@@ -37,24 +39,20 @@ fn every_layout(request: &Request, mut each: impl FnMut(Strategy)) {
                         for shard_group in divide(data).filter(|group| parted || *group == data) {
                             for micro_batch in divide(batch) {
                                 for &(schedule, virtual_stages) in &parts {
-                                    for &recompute in &offers.recompute {
-                                        for sequence_parallel in [false, true] {
-                                            if sequence_parallel && !offers.sequence_parallel {
-                                                continue;
-                                            }
-                                            each(Strategy {
-                                                context_parallel: context,
-                                                expert_parallel: expert,
-                                                zero_stage,
-                                                shard_group,
-                                                micro_batch,
-                                                schedule,
-                                                virtual_stages,
-                                                recompute,
-                                                sequence_parallel,
-                                                ..layout(tensor, pipeline, data, batch)
-                                            });
-                                        }
+                                    for (recompute, sequence_parallel, offload_optimizer) in switches(request) {
+                                        each(Strategy {
+                                            context_parallel: context,
+                                            expert_parallel: expert,
+                                            zero_stage,
+                                            shard_group,
+                                            micro_batch,
+                                            schedule,
+                                            virtual_stages,
+                                            recompute,
+                                            sequence_parallel,
+                                            offload_optimizer,
+                                            ..layout(tensor, pipeline, data, batch)
+                                        });
                                     }
                                 }
                             }
@@ -66,11 +64,37 @@ fn every_layout(request: &Request, mut each: impl FnMut(Strategy)) {
     }
 }
 
+fn is_searched(request: &Request, choice: RequestedChoice) -> bool {
+    !request.machine.stack.offers.on_request.contains(&choice)
+}
+
+/// Recomputation, sequence parallelism and optimizer state in host memory, each with each.
+fn switches(request: &Request) -> Vec<(Recompute, bool, bool)> {
+    let offers = &request.machine.stack.offers;
+    let offloads = !offers.offload_zero_stages.is_empty()
+        && request.machine.cluster.host.is_some()
+        && is_searched(request, RequestedChoice::OffloadOptimizer);
+    let mut all = Vec::new();
+    for &recompute in &offers.recompute {
+        for sequence_parallel in [false, true] {
+            for offload_optimizer in [false, true] {
+                if is_searched(request, RequestedChoice::Recompute(recompute))
+                    && (!sequence_parallel || offers.sequence_parallel)
+                    && (!offload_optimizer || offloads)
+                {
+                    all.push((recompute, sequence_parallel, offload_optimizer));
+                }
+            }
+        }
+    }
+    all
+}
+
 /// Schedules with parts a stage: one; interleaved as many as divide the layers of an equal stage; two for a V.
 fn parts_of(request: &Request, pipeline: u64, layers: u64) -> Vec<(ScheduleKind, u64)> {
     let offers = &request.machine.stack.offers;
     let mut parts = Vec::new();
-    for &schedule in &offers.schedules {
+    for &schedule in offers.schedules.iter().filter(|kind| is_searched(request, RequestedChoice::Schedule(**kind))) {
         for count in 1..=layers {
             let filled = pipeline > 1
                 && pipeline * count <= layers
@@ -108,6 +132,7 @@ fn can_run(request: &Request, strategy: &Strategy) -> bool {
         && (context_parallel == 1 || ring || heads.is_multiple_of(tensor_parallel * context_parallel))
         && (!strategy.sequence_parallel || (sequence / context_parallel).is_multiple_of(tensor_parallel))
         && (pipeline_parallel == 1 || offers.pipeline_zero_stages.contains(&strategy.zero_stage))
+        && (!strategy.offload_optimizer || offers.offload_zero_stages.contains(&strategy.zero_stage))
         && (offers.uneven_stages || request.model.num_layers.is_multiple_of(pipeline_parallel))
         && pipeline_parallel <= request.model.num_layers
 }
@@ -122,7 +147,10 @@ fn brute_force(request: &Request) -> (Option<Scored>, Option<Scored>, u64) {
             return;
         }
         let Some(scored) = score_layout(request, &graph, &strategy) else { return };
-        if scored.fullest_stage().1 > request.machine.usable_memory() {
+        let of_host = usable_host_memory(&request.machine);
+        if scored.fullest_stage().1 > request.machine.usable_memory()
+            || of_host.is_some_and(|usable| scored.host_memory > usable)
+        {
             return;
         }
         let better = |other: &Option<Scored>| other.as_ref().is_none_or(|other| before(&scored, other));
@@ -155,10 +183,20 @@ fn small_model(layers: u64, heads: u64, batch: u64, hidden_per_head: u64) -> Mod
     model
 }
 
-/// A machine with less memory, so that memory decides too.
+/// The stack of the project with all that it plans on request.
+const ALL_ON_REQUEST: &str = "planwright, all";
+
+/// A machine with less memory, so that memory decides too, and as much in the hosts.
 fn tight_machine(stack: &str, gib: u64, node_gpus: u64) -> Machine {
-    let mut machine = machine("dgx-a100-80gb", stack, node_gpus);
+    let all = stack == ALL_ON_REQUEST;
+    let mut machine = machine("dgx-a100-80gb", if all { "planwright" } else { stack }, node_gpus);
     machine.device.memory.value = Bytes(gib << 30);
+    if let Some(host) = &mut machine.cluster.host {
+        host.memory.value = Bytes(gib << 30);
+    }
+    if all {
+        machine.stack.offers.on_request.clear();
+    }
     machine
 }
 
@@ -218,12 +256,12 @@ fn the_search_finds_what_brute_force_finds() {
 
 #[test]
 fn so_it_does_with_contexts_experts_and_interleaved_stages() {
-    let stacks = ["megatron-core-2025", "megatron-core-plain", "deepspeed-zero", "planwright"];
+    let stacks = ["megatron-core-2025", "megatron-core-plain", "deepspeed-zero", "planwright", ALL_ON_REQUEST];
     let gpus = prop::sample::select(vec![2u64, 4, 6, 8]);
     let batch = prop::sample::select(vec![4u64, 6, 8]);
     let experts = prop::sample::select(vec![0u64, 0, 4, 6]);
     let values = (2u64..9, gpus, batch, experts, 3u64..16, prop::sample::select(stacks.to_vec()));
-    check(100, &values, |(layers, gpus, batch, experts, gib, stack)| {
+    check(120, &values, |(layers, gpus, batch, experts, gib, stack)| {
         let mut model = small_model(layers, 8, batch, 64);
         model.sequence_length = Some(SequenceLength::Tokens(4096));
         if experts > 0 {
@@ -328,24 +366,32 @@ fn fixed_layouts() -> impl Strategic<Value = FixedChoices> {
         zero,
         micro_batch,
         parts,
-        prop::sample::select(Recompute::ALL.to_vec()),
+        prop::sample::select([Recompute::ALL.to_vec(), vec![Recompute::Partial]].concat()),
+        any::<bool>(),
         any::<bool>(),
     );
-    values.prop_map(|(tensor, pipeline, context, zero, micro_batch, parts, recompute, sequence_parallel)| {
-        FixedChoices {
-            tensor_parallel: Some(tensor),
-            pipeline_parallel: Some(pipeline),
-            data_parallel: Some(384 / (tensor * pipeline * context).min(384)),
-            context_parallel: Some(context),
-            expert_parallel: Some(1),
-            zero_stage: Some(zero),
-            micro_batch: Some(micro_batch),
-            recompute: Some(recompute),
-            virtual_stages: Some(parts),
-            schedule: Some(if parts == 1 { ScheduleKind::OneForwardOneBackward } else { ScheduleKind::Interleaved }),
-            sequence_parallel: Some(sequence_parallel),
-        }
-    })
+    values.prop_map(
+        |(tensor, pipeline, context, zero, micro_batch, parts, recompute, sequence_parallel, offload_optimizer)| {
+            FixedChoices {
+                tensor_parallel: Some(tensor),
+                pipeline_parallel: Some(pipeline),
+                data_parallel: Some(384 / (tensor * pipeline * context).min(384)),
+                context_parallel: Some(context),
+                expert_parallel: Some(1),
+                zero_stage: Some(zero),
+                micro_batch: Some(micro_batch),
+                recompute: Some(recompute),
+                virtual_stages: Some(parts),
+                schedule: Some(if parts == 1 {
+                    ScheduleKind::OneForwardOneBackward
+                } else {
+                    ScheduleKind::Interleaved
+                }),
+                sequence_parallel: Some(sequence_parallel),
+                offload_optimizer: Some(offload_optimizer),
+            }
+        },
+    )
 }
 
 #[test]
@@ -395,6 +441,8 @@ fn what_is_planned_on_request_is_not_executable_and_says_why() {
         ("--context-parallel 2", "/strategy/context_parallel", serde_json::json!(2)),
         ("--pipeline-parallel 2 --virtual-stages 2", "/strategy/virtual_stages", serde_json::json!(2)),
         ("--pipeline-parallel 2 --schedule zb-h1", "/strategy/schedule", serde_json::json!("zb-h1")),
+        ("--recompute partial", "/strategy/recompute", serde_json::json!("partial")),
+        ("--offload-optimizer on", "/strategy/offload_optimizer", serde_json::json!(true)),
     ];
     for (flags, field, expected) in rows {
         let given = format!("--model {model} --gpus 4 --node-gpus 4 --dry-run --json {flags}");

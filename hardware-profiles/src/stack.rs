@@ -67,27 +67,62 @@ pub struct Offers {
     pub recompute: Vec<Recompute>,
     /// Pipeline schedules.
     pub schedules: Vec<ScheduleKind>,
-    /// Schedules that are planned where they are asked for, but that the software does not execute yet.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub requested_schedules: Vec<ScheduleKind>,
     /// Whether partial recomputation computes the same number of layers again on each stage.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub same_recompute_on_stages: bool,
-    /// Optimizer state in host memory.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub offload_optimizer: bool,
+    /// ZeRO stages with which the optimizer state can live in host memory; with none where empty.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub offload_zero_stages: Vec<ZeroStage>,
     /// Where context parallelism is documented; the software has none where absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub context_parallel: Option<String>,
-    /// Whether context degrees are planned where they are asked for, although the software does not execute them yet.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub requested_context_parallel: bool,
     /// Where expert parallelism is documented; the software has none where absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expert_parallel: Option<String>,
     /// Where ZeRO over a part of the replicas (hybrid sharding) is documented; the software has none where absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shard_groups: Option<String>,
+    /// Those of the choices above that are planned only where they are asked for, because the software does not execute
+    /// them yet.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub on_request: Vec<RequestedChoice>,
+}
+
+/// A choice that must be asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum RequestedChoice {
+    /// A schedule.
+    Schedule(ScheduleKind),
+    /// A way of recomputation.
+    Recompute(Recompute),
+    /// More than one context rank.
+    ContextParallel,
+    /// Optimizer state in host memory.
+    OffloadOptimizer,
+}
+
+impl Offers {
+    /// Schedules that are searched without being asked for.
+    pub fn searched_schedules(&self) -> Vec<ScheduleKind> {
+        let searched = |schedule: &ScheduleKind| !self.on_request.contains(&RequestedChoice::Schedule(*schedule));
+        self.schedules.iter().copied().filter(searched).collect()
+    }
+
+    /// Recomputation that is searched without being asked for.
+    pub fn searched_recompute(&self) -> Vec<Recompute> {
+        let searched = |recompute: &Recompute| !self.on_request.contains(&RequestedChoice::Recompute(*recompute));
+        self.recompute.iter().copied().filter(searched).collect()
+    }
+
+    /// Whether context degrees above 1 are searched without being asked for.
+    pub fn searches_context_parallel(&self) -> bool {
+        self.context_parallel.is_some() && !self.on_request.contains(&RequestedChoice::ContextParallel)
+    }
+
+    /// Whether optimizer state in host memory is searched without being asked for.
+    pub fn searches_offload(&self) -> bool {
+        !self.offload_zero_stages.is_empty() && !self.on_request.contains(&RequestedChoice::OffloadOptimizer)
+    }
 }
 
 /// Kernels of the software.

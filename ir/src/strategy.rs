@@ -142,12 +142,13 @@ impl Recompute {
     /// What is the same for all layers, cheapest in time first.
     pub const ALL: [Recompute; 3] = [Recompute::None, Recompute::Selective, Recompute::Full];
 
-    /// The word used in flags and files; `full` of some layers only has their numbers beside it.
+    /// The word used in flags and files.
     pub fn name(self) -> &'static str {
         match self {
             Recompute::None => "none",
             Recompute::Selective => "selective",
-            Recompute::Full | Recompute::Partial => "full",
+            Recompute::Full => "full",
+            Recompute::Partial => "partial",
         }
     }
 }

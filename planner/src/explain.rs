@@ -1,6 +1,7 @@
 //! Why the winner won, and why nothing fits where nothing does.
 
 use cost_models::collective::{place, ring_bandwidth};
+use cost_models::offload::usable_host_memory;
 use ir::error::Problem;
 use ir::graph::ModelGraph;
 use ir::mesh::{Axis, build_mesh};
@@ -44,7 +45,7 @@ pub fn describe(strategy: &Strategy) -> String {
         degree => format!("{name}{degree}"),
     };
     format!(
-        "tensor {} x pipeline {} x data {}{}{}{}{}, ZeRO-{}{}, micro-batch {}, {recompute}{}",
+        "tensor {} x pipeline {} x data {}{}{}{}{}, ZeRO-{}{}{}, micro-batch {}, {recompute}{}",
         strategy.tensor_parallel,
         strategy.pipeline_parallel,
         strategy.data_parallel,
@@ -60,6 +61,7 @@ pub fn describe(strategy: &Strategy) -> String {
             true => String::new(),
             false => format!(" in groups of {}", strategy.shard_group),
         },
+        if strategy.offload_optimizer { " in host memory" } else { "" },
         strategy.micro_batch,
         if strategy.sequence_parallel { ", sequence parallel" } else { "" }
     )
@@ -158,9 +160,12 @@ pub fn no_plan(request: &Request, graph: &ModelGraph, outcome: &Outcome) -> Erro
     };
     let (stage, needed) = nearest.fullest_stage();
     let usable = request.machine.usable_memory();
+    let lack = match usable_host_memory(&request.machine).filter(|_| needed <= usable) {
+        Some(of_host) => format!("a node needs {} of host memory and {of_host} are", nearest.host_memory),
+        None => format!("its worst stage, {stage}, needs {needed} a GPU and {usable} are"),
+    };
     let what = format!(
-        "no plan fits: the nearest candidate is {} with {} layers on stages; its worst stage, {stage}, needs {needed} \
-         a GPU and {usable} are available",
+        "no plan fits: the nearest candidate is {} with {} layers on stages; {lack} available",
         describe(&nearest.strategy),
         runs(&nearest.strategy.layers_per_stage),
     );

@@ -5,6 +5,7 @@ pub mod calibration;
 pub mod comparison;
 pub mod inspect;
 pub mod json;
+mod layout;
 pub mod program;
 pub mod score;
 pub mod summary;

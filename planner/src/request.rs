@@ -59,6 +59,8 @@ pub struct FixedChoices {
     pub schedule: Option<ScheduleKind>,
     /// `--sequence-parallel`.
     pub sequence_parallel: Option<bool>,
+    /// `--offload-optimizer`.
+    pub offload_optimizer: Option<bool>,
 }
 
 impl FixedChoices {
@@ -76,7 +78,9 @@ impl FixedChoices {
         push("recompute", self.recompute.map(|recompute| recompute.name().to_owned()));
         push("virtual-stages", self.virtual_stages.map(|n| n.to_string()));
         push("schedule", self.schedule.map(|schedule| schedule.name().to_owned()));
-        push("sequence-parallel", self.sequence_parallel.map(|on| if on { "on" } else { "off" }.to_owned()));
+        let switch = |on: bool| if on { "on" } else { "off" }.to_owned();
+        push("sequence-parallel", self.sequence_parallel.map(switch));
+        push("offload-optimizer", self.offload_optimizer.map(switch));
         flags
     }
 
@@ -94,6 +98,7 @@ impl FixedChoices {
             FixedChoices { virtual_stages: None, ..*self },
             FixedChoices { schedule: None, ..*self },
             FixedChoices { sequence_parallel: None, ..*self },
+            FixedChoices { offload_optimizer: None, ..*self },
         ];
         let changed = freed.into_iter().filter(|choices| choices != self);
         self.flags().into_iter().zip(changed).collect()
@@ -183,7 +188,7 @@ fn check_degrees(request: &Request, problems: &mut Vec<Problem>) {
         _ => request.gpus.is_multiple_of(product),
     });
     // A stack without context parallelism leaves nothing to fill up with beside three degrees.
-    let whole = context_parallel.is_some() || request.machine.stack.offers.context_parallel.is_some();
+    let whole = context_parallel.is_some() || request.machine.stack.offers.searches_context_parallel();
     let fits = fits && (whole || given.len() < 3 || product == Some(request.gpus));
     if !fits {
         let flags: Vec<String> = given.iter().map(|(flag, degree)| format!("{flag} {degree}")).collect();
@@ -343,9 +348,7 @@ fn check_offers(request: &Request, problems: &mut Vec<Problem>) {
         (more_than_one(fixed.tensor_parallel) && !offers.tensor_parallel, "--tensor-parallel", "tensor parallelism"),
         (more_than_one(fixed.pipeline_parallel) && !offers.pipeline_parallel, "--pipeline-parallel", "pipeline stages"),
         (
-            more_than_one(fixed.context_parallel)
-                && offers.context_parallel.is_none()
-                && !offers.requested_context_parallel,
+            more_than_one(fixed.context_parallel) && offers.context_parallel.is_none(),
             "--context-parallel",
             "context parallelism",
         ),
@@ -365,12 +368,11 @@ fn check_offers(request: &Request, problems: &mut Vec<Problem>) {
             "--recompute",
             "this recomputation",
         ),
+        (fixed.schedule.is_some_and(|choice| !offers.schedules.contains(&choice)), "--schedule", "this schedule"),
         (
-            fixed.schedule.is_some_and(|choice| {
-                !offers.schedules.contains(&choice) && !offers.requested_schedules.contains(&choice)
-            }),
-            "--schedule",
-            "this schedule",
+            fixed.offload_optimizer == Some(true) && offers.offload_zero_stages.is_empty(),
+            "--offload-optimizer",
+            "optimizer state in host memory",
         ),
     ];
     for (_, flag, what) in missing.into_iter().filter(|(absent, _, _)| *absent) {
@@ -378,6 +380,13 @@ fn check_offers(request: &Request, problems: &mut Vec<Problem>) {
             format!("stack {} does not offer {what}", stack.name),
             flag,
             "leave the flag out, or choose another --stack (`plan stacks` lists them)",
+        ));
+    }
+    if fixed.offload_optimizer == Some(true) && request.machine.cluster.host.is_none() {
+        problems.push(Problem::new(
+            format!("cluster {} does not say what its hosts have", request.machine.cluster.name),
+            "--offload-optimizer",
+            "leave the flag out, or give a --cluster file with `host`",
         ));
     }
 }

@@ -18,7 +18,7 @@ use ir::units::Bytes;
 
 use crate::partition::LayerCounts;
 use crate::request::Request;
-use crate::space::{Pruning, Rejection, Sharding, enumerate};
+use crate::space::{Pruning, Rejection, Sharding, enumerate, repeats_another};
 use crate::watch::Watch;
 use costs::Costs;
 use score::{may_fit, score, split_fits, split_in_time};
@@ -38,6 +38,8 @@ pub struct Scored {
     pub prediction: StepPrediction,
     /// Memory of each stage's ranks.
     pub memory: Vec<StageMemory>,
+    /// Host memory of a node with the ranks of the stage that needs the most.
+    pub host_memory: Bytes,
 }
 
 /// What a search found.
@@ -107,7 +109,7 @@ pub fn search_watched(request: &Request, graph: &ModelGraph, watch: &Watch) -> O
     watch.begin(tree.count());
     while let Some(node) = tree.pop() {
         if node.bound > found.limit(true) {
-            found.pruned += node.count + tree.count();
+            found.prune(Pruning::SlowerThanReported, node.count + tree.count());
             break;
         }
         if watch.stopped() {
@@ -115,9 +117,9 @@ pub fn search_watched(request: &Request, graph: &ModelGraph, watch: &Watch) -> O
             break;
         }
         search_node(request, scenario, node, &mut tree, &mut costs, &mut found);
-        watch.reach(found.pruned + found.out_of_memory + found.feasible);
+        watch.reach(found.done());
     }
-    let Found { best, executable, feasible, out_of_memory, .. } = found;
+    let Found { best, executable, feasible, pruned, rejected, .. } = found;
     let mut outcome = Outcome {
         executable: executable.filter(|scored| best[0].strategy != scored.strategy),
         best,
@@ -127,9 +129,9 @@ pub fn search_watched(request: &Request, graph: &ModelGraph, watch: &Watch) -> O
         rejected: space.rejected,
         stop_reason: if interrupted > 0 { StopReason::Interrupted } else { StopReason::Optimal },
     };
-    let pruned = [(Pruning::SlowerThanReported, found.pruned), (Pruning::Interrupted, interrupted)];
-    outcome.pruned.extend(pruned.into_iter().filter(|(_, count)| *count > 0));
-    outcome.rejected.extend((out_of_memory > 0).then_some((Rejection::OutOfMemory, out_of_memory)));
+    outcome.pruned.extend(pruned);
+    outcome.pruned.extend((interrupted > 0).then_some((Pruning::Interrupted, interrupted)));
+    outcome.rejected.extend(rejected);
     outcome
 }
 
@@ -140,8 +142,8 @@ struct Found {
     best: Vec<Scored>,
     executable: Option<Scored>,
     feasible: u64,
-    pruned: u64,
-    out_of_memory: u64,
+    pruned: BTreeMap<Pruning, u64>,
+    rejected: BTreeMap<Rejection, u64>,
 }
 
 impl Found {
@@ -152,9 +154,24 @@ impl Found {
             best: Vec::new(),
             executable: None,
             feasible: 0,
-            pruned: 0,
-            out_of_memory: 0,
+            pruned: BTreeMap::new(),
+            rejected: BTreeMap::new(),
         }
+    }
+
+    fn prune(&mut self, rule: Pruning, count: u64) {
+        if count > 0 {
+            *self.pruned.entry(rule).or_default() += count;
+        }
+    }
+
+    fn reject(&mut self, reason: Rejection) {
+        *self.rejected.entry(reason).or_default() += 1;
+    }
+
+    /// Layouts that are done with.
+    fn done(&self) -> u64 {
+        self.feasible + self.pruned.values().chain(self.rejected.values()).sum::<u64>()
     }
 
     /// The time above which a layout is of no interest.
@@ -164,11 +181,7 @@ impl Found {
         if executable && self.seeks_executable { worst.max(time(self.executable.as_ref())) } else { worst }
     }
 
-    fn add(&mut self, scored: Option<Scored>, executable: bool) {
-        let Some(scored) = scored else {
-            self.out_of_memory += 1;
-            return;
-        };
+    fn add(&mut self, scored: Scored, executable: bool) {
         self.feasible += 1;
         let better = |other: &Scored| scored.precedes(other) == Ordering::Less;
         if executable && self.executable.as_ref().is_none_or(better) {
@@ -195,17 +208,26 @@ fn search_node(
     found: &mut Found,
 ) {
     if node.bound > found.limit(node.executable) {
-        found.pruned += node.count;
+        found.prune(Pruning::SlowerThanReported, node.count);
         return;
     }
     match node.item {
-        Item::Family(family) => found.pruned += tree.push_cases(family, costs, found.limit(true)),
+        Item::Family(family) => {
+            let slower = tree.push_cases(family, costs, found.limit(true));
+            found.prune(Pruning::SlowerThanReported, slower);
+        }
         Item::Case(case) => expand(request, scenario, case, tree, costs, found),
         Item::Layout(case, passes, sharding) => {
             let strategy = tree.strategy(case, passes, sharding);
             let times = costs.times(case.costs, &strategy);
-            let scored = score(scenario, costs.blocks(case.costs), &times, &strategy, run_lengths(request));
-            found.add(scored, node.executable);
+            let layouts = &tree.meshes[case.mesh].layouts;
+            match score(scenario, costs.blocks(case.costs), &times, &strategy, run_lengths(request)) {
+                Err(reason) => found.reject(reason),
+                Ok(scored) => match repeats_another(layouts, &scored.strategy) {
+                    Some(rule) => found.prune(rule, 1),
+                    None => found.add(scored, node.executable),
+                },
+            }
         }
     }
 }
@@ -214,27 +236,26 @@ fn search_node(
 fn expand(request: &Request, scenario: Scenario, case: Case, tree: &mut Tree, costs: &mut Costs, found: &mut Found) {
     let mesh = &tree.meshes[case.mesh];
     let layers = run_lengths(request);
-    // ZeRO stages under which not even 1F1B fits, which holds no more than GPipe anywhere.
-    let mut too_full: Vec<ZeroStage> = Vec::new();
+    // States of the optimizer with which not even 1F1B fits, which holds no more than GPipe anywhere.
+    let mut too_full: Vec<Sharding> = Vec::new();
     for (pass, passes) in tree.passes_of(case) {
         let strategy = tree.strategy(case, pass, 0);
         let unsharded = Strategy { zero_stage: ZeroStage::None, ..strategy };
         let times = costs.times(case.costs, &unsharded);
         if !is_below(tree.pipeline_bound(costs, &times, case, &unsharded), found.limit(true)) {
-            found.pruned += mesh.layouts.sharding.len() as u64;
+            found.prune(Pruning::SlowerThanReported, mesh.layouts.sharding.len() as u64);
             continue;
         }
         // The split of several parts a stage looks at times only, which ZeRO changes from stage 2 on.
         let several = passes.virtual_stages > 1;
         let split = several.then(|| split_in_time(scenario, costs.blocks(case.costs), &times, &unsharded, layers));
         let mut start = 0;
-        for group in mesh.layouts.sharding.chunk_by(|a, b| a.zero_stage == b.zero_stage) {
+        for group in mesh.layouts.sharding.chunk_by(Sharding::is_alike) {
             let [first, last] = [start, start + group.len() - 1];
             start += group.len();
-            let zero_stage = group[0].zero_stage;
             // With an equal split, any layout of the group that shards is at least as full as the last one, which
             // shards over the most ranks.
-            let split = split.as_ref().filter(|_| zero_stage < ZeroStage::Gradients);
+            let split = split.as_ref().filter(|_| group[0].zero_stage < ZeroStage::Gradients);
             let as_full =
                 |sharding: &Sharding| sharding.shard_group * mesh.degrees.context > 1 && (!several || split.is_some());
             let strategy = tree.strategy(case, pass, last);
@@ -242,17 +263,17 @@ fn expand(request: &Request, scenario: Scenario, case: Case, tree: &mut Tree, co
             let blocks = costs.blocks(case.costs);
             let fits = match split {
                 Some(split) => split.as_ref().is_some_and(|split| split_fits(scenario, blocks, &strategy, split)),
-                None if passes.schedule == ScheduleKind::GPipe && too_full.contains(&zero_stage) => false,
+                None if passes.schedule == ScheduleKind::GPipe && too_full.contains(&group[0]) => false,
                 None => may_fit(scenario, blocks, &times, &strategy, layers),
             };
             if !fits && passes.schedule == ScheduleKind::OneForwardOneBackward {
-                too_full.push(zero_stage);
+                too_full.push(group[0]);
             }
             for (index, sharding) in (first..=last).zip(group) {
                 if !fits && (index == last || as_full(sharding)) {
-                    found.out_of_memory += 1;
+                    found.reject(Rejection::OutOfMemory);
                 } else if !tree.push_layout(costs, case, [pass, index], |executable| found.limit(executable)) {
-                    found.pruned += 1;
+                    found.prune(Pruning::SlowerThanReported, 1);
                 }
             }
         }

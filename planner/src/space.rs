@@ -14,6 +14,7 @@ use crate::request::Request;
 
 pub use choices::{Degrees, Passes, Sharding, fits_parts, open_schedules};
 pub use layouts::Layouts;
+pub use rules::repeats_another;
 
 /// Why a layout cannot run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -34,6 +35,8 @@ pub enum Rejection {
     UnevenStagesNotOffered,
     /// The stack cannot combine this ZeRO stage with pipeline stages.
     ZeroStageNotOfferedWithPipeline,
+    /// The stack cannot keep the optimizer state of this ZeRO stage in host memory.
+    OffloadNotOfferedWithZeroStage,
     /// The batch is not whole micro-batches on each replica.
     BatchNotDivisible,
     /// The schedule takes micro-batches in groups of one a stage.
@@ -42,6 +45,8 @@ pub enum Rejection {
     NotExecutable,
     /// No stage split fits into memory.
     OutOfMemory,
+    /// The optimizer state of the split that fits and is fastest does not fit into the hosts' memory.
+    OutOfHostMemory,
 }
 
 /// Why a layout that can run need not be estimated.
@@ -53,6 +58,10 @@ pub enum Pruning {
     SequenceParallelWithoutTensorParallel,
     /// With flash attention selective recomputation is none.
     SelectiveEqualsNone,
+    /// Recomputation of some layers, of which memory asks for none.
+    PartialEqualsNone,
+    /// Recomputation of some layers, of which memory asks for all.
+    PartialEqualsFull,
     /// With one stage no schedule is faster than 1F1B or holds less.
     ScheduleWithoutStages,
     /// Its lower bound is above the reported layouts.
@@ -95,10 +104,12 @@ impl Rejection {
             Rejection::MoreStagesThanLayers => "more_stages_than_layers",
             Rejection::UnevenStagesNotOffered => "uneven_stages_not_offered",
             Rejection::ZeroStageNotOfferedWithPipeline => "zero_stage_not_offered_with_pipeline",
+            Rejection::OffloadNotOfferedWithZeroStage => "offload_not_offered_with_zero_stage",
             Rejection::BatchNotDivisible => "batch_not_divisible",
             Rejection::MicroBatchesNotGrouped => "micro_batches_not_divisible_by_stages",
             Rejection::NotExecutable => "not_executable",
             Rejection::OutOfMemory => "out_of_memory",
+            Rejection::OutOfHostMemory => "out_of_host_memory",
         }
     }
 }
@@ -110,6 +121,8 @@ impl Pruning {
             Pruning::ZeroStageWithoutReplicas => "zero_stage_without_replicas",
             Pruning::SequenceParallelWithoutTensorParallel => "sequence_parallel_without_tensor_parallel",
             Pruning::SelectiveEqualsNone => "selective_recompute_equals_none",
+            Pruning::PartialEqualsNone => "partial_recompute_equals_none",
+            Pruning::PartialEqualsFull => "partial_recompute_equals_full",
             Pruning::ScheduleWithoutStages => "schedule_without_stages",
             Pruning::SlowerThanReported => "lower_bound_above_reported",
             Pruning::Interrupted => "interrupted",

@@ -1,7 +1,7 @@
 //! Times that no stage split of a strategy can beat, cheap enough to be asked of every candidate.
 
 use ir::model::MAX_LAYER_RUNS;
-use ir::strategy::{ScheduleKind, Strategy};
+use ir::strategy::{Recompute, ScheduleKind, Strategy};
 use ir::units::{Bytes, Seconds};
 
 use super::data::{HeldParameters, state_groups};
@@ -100,7 +100,8 @@ pub fn pipeline_lower_bound_of(
 /// The part of [`step_lower_bound`] after the last pass.
 ///
 /// What follows is convex in a stage's parameters but for the latency of collectives that only stages with experts
-/// have, so the slowest stage takes no less than one with the mean of all would, less that latency.
+/// have, so the slowest stage takes no less than one with the mean of all would, less that latency. Backward covers the
+/// most where it computes all layers again that it may.
 pub fn tail_lower_bound(
     scenario: Scenario,
     blocks: &PerBlock<CostedBlock>,
@@ -117,7 +118,9 @@ pub fn tail_lower_bound(
     let all = (sum(|block| block.parameters) - tied) / stages;
     let held = HeldParameters { all: all.max(experts), experts };
     let machine = scenario.machine;
-    let backward: Seconds = times.parts(&whole).map(|(count, block)| block.pass.backward * count as f64).sum();
+    let again = if strategy.recompute == Recompute::Partial { layers } else { whole.recomputed };
+    let longest = StageContent { recomputed: again, ..whole };
+    let backward: Seconds = times.parts(&longest).map(|(count, block)| block.pass.backward * count as f64).sum();
     let received = transfer_time(scenario, strategy, blocks) * strategy.virtual_stages as f64;
     let tensors = sum(|block| block.tensors) / stages;
     let tail = tail_of(scenario, strategy, held, tensors, backward * (1.0 / stages as f64) + received);

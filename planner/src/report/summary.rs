@@ -9,6 +9,7 @@ use ir::provenance::Provenance;
 use ir::strategy::Strategy;
 use ir::units::Seconds;
 
+use super::layout::layout_columns;
 use super::{DAY, HOUR, KILOWATT_HOUR, MEGAWATT_HOUR, MINUTE, amount, paragraph, table};
 use crate::explain::{describe, runs};
 use crate::objective::{Expense, expense, expense_provenance};
@@ -98,22 +99,7 @@ pub fn body(
     text += &estimate_lines(plan, estimate);
     text += &expense_line(request, estimate);
     text += &training.map(training_lines).unwrap_or_default();
-    text += &table(
-        &[
-            "",
-            "tensor",
-            "pipeline",
-            "data",
-            "ZeRO",
-            "micro-batch",
-            "recompute",
-            "sequence parallel",
-            "step s",
-            "MFU %",
-            "GiB",
-        ],
-        alternatives.iter().enumerate().map(|(index, (strategy, estimate))| alternative_row(index, strategy, estimate)),
-    );
+    text += &alternatives_table(alternatives);
     text += &counts(plan);
     for sentence in plan.search.explanations.iter().chain(&estimate.remarks) {
         text += &paragraph(&format!("- {sentence}"));
@@ -206,20 +192,15 @@ pub(super) fn duration(time: Seconds) -> String {
     }
 }
 
-fn alternative_row(index: usize, strategy: &Strategy, estimate: &Estimate) -> Vec<String> {
-    vec![
-        format!("{}", index + 1),
-        strategy.tensor_parallel.to_string(),
-        strategy.pipeline_parallel.to_string(),
-        strategy.data_parallel.to_string(),
-        u8::from(strategy.zero_stage).to_string(),
-        strategy.micro_batch.to_string(),
-        strategy.recompute.name().to_owned(),
-        if strategy.sequence_parallel { "on" } else { "off" }.to_owned(),
-        format!("{:.2}", estimate.step.0),
-        format!("{:.1}", estimate.mfu * 100.0),
-        format!("{:.1}", estimate.device_memory.gib()),
-    ]
+fn alternatives_table(alternatives: &[(Strategy, Estimate)]) -> String {
+    let (titles, rows) = layout_columns(&alternatives.iter().map(|(strategy, _)| strategy).collect::<Vec<_>>());
+    let header: Vec<&str> = [""].into_iter().chain(titles).chain(["step s", "MFU %", "GiB"]).collect();
+    let row = |(index, (layout, (_, estimate))): (usize, (Vec<String>, &(Strategy, Estimate)))| {
+        let numbers = [estimate.step.0, estimate.mfu * 100.0, estimate.device_memory.gib()];
+        let decimals = [2, 1, 1].into_iter().zip(numbers).map(|(decimals, number)| format!("{number:.decimals$}"));
+        [format!("{}", index + 1)].into_iter().chain(layout).chain(decimals).collect()
+    };
+    table(&header, rows.into_iter().zip(alternatives).enumerate().map(row))
 }
 
 fn counts(plan: &Plan) -> String {

@@ -7,6 +7,7 @@ use ir::plan::StopReason;
 use serde_json::{Value, json};
 
 use super::json::{costed_estimate_value, strategy_value, training_value};
+use super::layout::layout_columns;
 use super::summary::duration;
 use super::{MEGAWATT_HOUR, amount, paragraph, table};
 use crate::error::Error;
@@ -67,27 +68,17 @@ pub fn none_fits(request: &Request, range: &RangeInclusive<u64>, sweep: &Sweep) 
 
 /// The table, its front, and the recommended point.
 pub fn sweep_text(request: &Request, sweep: &Sweep, objective: Objective) -> String {
-    let mut header = vec![
-        "GPUs",
-        "tensor",
-        "pipeline",
-        "data",
-        "ZeRO",
-        "micro-batch",
-        "recompute",
-        "step s",
-        "MFU %",
-        "GPU-hours",
-        "GiB left",
-    ];
+    let found: Vec<(u64, &Best)> =
+        sweep.points.iter().filter_map(|point| Some((point.gpus, point.best.as_ref().ok()?))).collect();
+    let (titles, layouts) = layout_columns(&found.iter().map(|(_, best)| &best.strategy).collect::<Vec<_>>());
+    let mut header = [vec!["GPUs"], titles, vec!["step s", "MFU %", "GPU-hours", "GiB left"]].concat();
     let with_training = sweep.points.iter().any(|point| point.best.as_ref().is_ok_and(|best| best.training.is_some()));
     if with_training {
         header.extend(["days", "goodput %"]);
     }
     header.extend(["USD", "MWh", "front"]);
-    let found: Vec<(u64, &Best)> =
-        sweep.points.iter().filter_map(|point| Some((point.gpus, point.best.as_ref().ok()?))).collect();
-    let mut text = table(&header, found.iter().map(|(gpus, best)| row(*gpus, best)));
+    let rows = found.iter().zip(layouts).map(|((gpus, best), layout)| row(*gpus, layout, best));
+    let mut text = table(&header, rows);
     text += &without_plan(sweep);
     text += &paragraph(&format!(
         "GPU-hours, USD and MWh of {}; front: no other number is at least as good in time, GPU-hours and memory left",
@@ -110,21 +101,15 @@ pub fn sweep_text(request: &Request, sweep: &Sweep, objective: Objective) -> Str
     text + &paragraph(&fixed(request))
 }
 
-fn row(gpus: u64, best: &Best) -> Vec<String> {
-    let strategy = &best.strategy;
-    let mut row = vec![
-        gpus.to_string(),
-        strategy.tensor_parallel.to_string(),
-        strategy.pipeline_parallel.to_string(),
-        strategy.data_parallel.to_string(),
-        u8::from(strategy.zero_stage).to_string(),
-        strategy.micro_batch.to_string(),
-        strategy.recompute.name().to_owned(),
+fn row(gpus: u64, layout: Vec<String>, best: &Best) -> Vec<String> {
+    let mut row = vec![gpus.to_string()];
+    row.extend(layout);
+    row.extend([
         format!("{:.2}", best.estimate.step.0),
         format!("{:.1}", best.estimate.mfu * 100.0),
         amount(best.expense.gpu_hours),
         format!("{:.1}", best.margin.gib()),
-    ];
+    ]);
     if let Some(training) = &best.training {
         row.push(format!("{:.1}", training.expense.time.0 / super::DAY));
         row.push(

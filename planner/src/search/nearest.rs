@@ -8,7 +8,7 @@ use super::score::{costs_of, score_split};
 use super::{Scored, run_lengths, scenario};
 use crate::partition::{PartitionProblem, StageShare, can_split, solve_evenly, split_for_least_memory, state_problem};
 use crate::request::Request;
-use crate::space::{OpenMesh, enumerate};
+use crate::space::{OpenMesh, Sharding, enumerate};
 
 /// The layout whose fullest stage is least full, split for that.
 ///
@@ -48,7 +48,7 @@ fn leanest<'a>(request: &'a Request, mesh: &'a OpenMesh) -> impl Iterator<Item =
     let single = layouts.passes.iter().filter(|passes| passes.virtual_stages == 1);
     let smallest = single.clone().map(|passes| passes.micro_batch).min();
     let passes = single.filter(move |passes| Some(passes.micro_batch) == smallest);
-    let groups = layouts.sharding.chunk_by(|a, b| a.zero_stage == b.zero_stage);
+    let groups = layouts.sharding.chunk_by(Sharding::is_alike);
     let largest: Vec<_> = groups.filter_map(|group| group.last()).collect();
     passes.flat_map(move |passes| {
         let plain = passes.on(&plain);

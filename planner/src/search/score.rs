@@ -1,8 +1,10 @@
 //! One layout: its stage split, and what it should cost.
 
 use cost_models::memory::StageMemory;
+use cost_models::offload::usable_host_memory;
 use cost_models::step::{
-    BlockTime, CostedBlock, PerBlock, Scenario, StageContent, block_times, costed_blocks, predict_step, stage_memory_of,
+    BlockTime, CostedBlock, PerBlock, Scenario, StageContent, block_times, costed_blocks, host_memory_of, predict_step,
+    stage_memory_of,
 };
 use ir::graph::ModelGraph;
 use ir::pipeline::Pipeline;
@@ -15,6 +17,7 @@ use crate::partition::{
     split_evenly, stage_contents, state_problem,
 };
 use crate::request::Request;
+use crate::space::Rejection;
 
 /// The fastest split that fits, of those that the stack offers.
 fn fastest_split(scenario: Scenario, problem: &PartitionProblem) -> Option<Vec<StageShare>> {
@@ -82,8 +85,13 @@ fn memory_of<'a>(
     strategy: &'a Strategy,
     contents: &'a [StageContent],
 ) -> impl Iterator<Item = StageMemory> + 'a {
-    let parts = contents.chunks(strategy.virtual_stages as usize).zip(0..);
-    parts.map(move |(parts, stage)| stage_memory_of(scenario, blocks, strategy, parts, stage))
+    let stages = on_stages(strategy, contents).zip(0..);
+    stages.map(move |(parts, stage)| stage_memory_of(scenario, blocks, strategy, parts, stage))
+}
+
+/// The parts of each stage.
+fn on_stages<'a>(strategy: &Strategy, contents: &'a [StageContent]) -> impl Iterator<Item = &'a [StageContent]> {
+    contents.chunks(strategy.virtual_stages as usize)
 }
 
 fn fits(scenario: Scenario, blocks: &PerBlock<CostedBlock>, strategy: &Strategy, contents: &[StageContent]) -> bool {
@@ -91,16 +99,23 @@ fn fits(scenario: Scenario, blocks: &PerBlock<CostedBlock>, strategy: &Strategy,
     memory_of(scenario, blocks, strategy, contents).all(|memory| memory.device_use() <= usable)
 }
 
-/// Splits a layout into stages and predicts it; `None` if it does not fit into memory.
+/// Splits a layout into stages and predicts it.
+///
+/// # Errors
+/// The memory that it does not fit into.
 pub fn score(
     scenario: Scenario,
     blocks: &PerBlock<CostedBlock>,
     times: &PerBlock<BlockTime>,
     strategy: &Strategy,
     layers: LayerCounts,
-) -> Option<Scored> {
-    let split = split_in_time(scenario, blocks, times, strategy, layers)?;
-    split_fits(scenario, blocks, strategy, &split).then(|| score_split(scenario, blocks, times, strategy, &split))
+) -> Result<Scored, Rejection> {
+    let split = split_in_time(scenario, blocks, times, strategy, layers);
+    let split = split.filter(|split| split_fits(scenario, blocks, strategy, split)).ok_or(Rejection::OutOfMemory)?;
+    let scored = score_split(scenario, blocks, times, strategy, &split);
+    let of_host = usable_host_memory(scenario.machine);
+    let full = of_host.is_some_and(|usable| scored.host_memory > usable);
+    if full { Err(Rejection::OutOfHostMemory) } else { Ok(scored) }
 }
 
 /// Predicts one layout, whether or not it fits: with the split that fits and is fastest, else the fastest.
@@ -185,6 +200,10 @@ pub(super) fn score_split(
         },
         prediction: predict_step(scenario, blocks, times, strategy, &contents),
         memory: memory_of(scenario, blocks, strategy, &contents).collect(),
+        host_memory: on_stages(strategy, &contents)
+            .map(|parts| host_memory_of(scenario, blocks, strategy, parts))
+            .max()
+            .unwrap_or_default(),
         contents,
     }
 }

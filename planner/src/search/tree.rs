@@ -182,11 +182,11 @@ impl<'a> Tree<'a> {
         let OpenMesh { degrees, layouts } = &self.meshes[mesh];
         let mut slower = 0;
         let plain = degrees.plain(self.request.workload.global_batch);
-        let executable = self.is_executable(&plain);
         for passes in layouts.passes.chunk_by(|a, b| a.micro_batch == b.micro_batch) {
             let micro_batch = passes[0].micro_batch;
             for &recompute in &layouts.recompute {
                 let strategy = Strategy { micro_batch, sequence_parallel, recompute, ..plain.clone() };
+                let executable = self.is_executable(&strategy);
                 let costs_of = costs.index(&strategy);
                 let case = Case { mesh, sequence_parallel, micro_batch, recompute, costs: costs_of };
                 let bounds = passes.iter().map(|passes| {

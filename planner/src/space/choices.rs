@@ -19,13 +19,15 @@ pub struct Degrees {
     pub expert: u64,
 }
 
-/// What ZeRO shards over which replicas.
+/// What ZeRO shards over which replicas, and where the optimizer state lives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sharding {
     /// What is sharded.
     pub zero_stage: ZeroStage,
     /// Replicas that share it.
     pub shard_group: u64,
+    /// Whether the optimizer state lives in host memory.
+    pub offload_optimizer: bool,
 }
 
 /// How a batch passes the stages.
@@ -46,6 +48,8 @@ pub struct Choices {
     pub sequence_parallel: Vec<bool>,
     /// ZeRO stages.
     pub zero_stages: Vec<ZeroStage>,
+    /// Optimizer state in host memory.
+    pub offload_optimizer: Vec<bool>,
     /// Micro-batches.
     pub micro_batches: Vec<u64>,
     /// Recomputation.
@@ -65,20 +69,24 @@ pub fn open_choices(request: &Request) -> Choices {
             (None, false) => vec![false],
         },
         zero_stages: fixed.zero_stage.map_or(offers.zero_stages.clone(), |stage| vec![stage]),
+        offload_optimizer: match (fixed.offload_optimizer, offers.searches_offload()) {
+            (Some(choice), _) => vec![choice],
+            (None, true) if request.machine.cluster.host.is_some() => vec![false, true],
+            (None, _) => vec![false],
+        },
         micro_batches: fixed.micro_batch.map_or(divisors(request.workload.global_batch), |size| vec![size]),
-        recompute: fixed.recompute.map_or(offers.recompute.clone(), |choice| vec![choice]),
+        recompute: fixed.recompute.map_or(offers.searched_recompute(), |choice| vec![choice]),
         schedules: open_schedules(request),
     }
 }
 
-/// Schedules, the preferred first: those that the stack executes, and where several parts on a stage are asked for
-/// those that it plans on request.
+/// Schedules, the preferred first: where several parts on a stage are asked for, also those that are planned on request.
 pub fn open_schedules(request: &Request) -> Vec<ScheduleKind> {
     let offers = &request.machine.stack.offers;
     let mut schedules = match (request.fixed.schedule, request.fixed.virtual_stages) {
         (Some(schedule), _) => vec![schedule],
-        (None, None | Some(1)) => offers.schedules.clone(),
-        (None, Some(_)) => [offers.schedules.clone(), offers.requested_schedules.clone()].concat(),
+        (None, None | Some(1)) => offers.searched_schedules(),
+        (None, Some(_)) => offers.schedules.clone(),
     };
     schedules.sort_unstable();
     schedules.dedup();
@@ -99,7 +107,7 @@ pub fn meshes(request: &Request) -> Vec<Degrees> {
     for tensor in open(request.gpus, fixed.tensor_parallel, offers.tensor_parallel) {
         for pipeline in open(request.gpus / tensor, fixed.pipeline_parallel, offers.pipeline_parallel) {
             let replicas = request.gpus / (tensor * pipeline);
-            for context in open(replicas, fixed.context_parallel, offers.context_parallel.is_some()) {
+            for context in open(replicas, fixed.context_parallel, offers.searches_context_parallel()) {
                 let data = replicas / context;
                 if fixed.data_parallel.is_some_and(|fixed| fixed != data) {
                     continue;

@@ -10,7 +10,7 @@ use crate::request::{Request, divisors};
 pub struct Layouts {
     /// Sequence parallelism.
     pub sequence_parallel: Vec<bool>,
-    /// ZeRO stages with their shard groups.
+    /// ZeRO stages, on the device and in host memory, with their shard groups, the largest last.
     pub sharding: Vec<Sharding>,
     /// Micro-batches with schedules.
     pub passes: Vec<Passes>,
@@ -26,10 +26,13 @@ impl Layouts {
             true => divisors(degrees.data),
             false => vec![degrees.data],
         };
-        let stages = choices.zero_stages.iter().copied();
-        let sharding = stages.flat_map(|zero_stage| {
-            shard_groups(zero_stage).into_iter().map(move |shard_group| Sharding { zero_stage, shard_group })
-        });
+        let mut sharding = Vec::new();
+        for &zero_stage in &choices.zero_stages {
+            for &offload_optimizer in &choices.offload_optimizer {
+                let of_group = |shard_group| Sharding { zero_stage, shard_group, offload_optimizer };
+                sharding.extend(shard_groups(zero_stage).into_iter().map(of_group));
+            }
+        }
         let parts = open_parts(request, choices, degrees.pipeline);
         let passes = choices.micro_batches.iter().flat_map(|&micro_batch| {
             let pass = move |&(schedule, virtual_stages)| Passes { micro_batch, schedule, virtual_stages };
@@ -37,7 +40,7 @@ impl Layouts {
         });
         Layouts {
             sequence_parallel: choices.sequence_parallel.clone(),
-            sharding: sharding.collect(),
+            sharding,
             passes: passes.collect(),
             recompute: choices.recompute.clone(),
         }
@@ -62,9 +65,15 @@ impl Degrees {
 }
 
 impl Sharding {
+    /// Whether nothing but the shard group differs.
+    pub fn is_alike(&self, other: &Sharding) -> bool {
+        self.zero_stage == other.zero_stage && self.offload_optimizer == other.offload_optimizer
+    }
+
     /// A layout with this choice.
     pub fn on(self, strategy: &Strategy) -> Strategy {
-        Strategy { zero_stage: self.zero_stage, shard_group: self.shard_group, ..strategy.clone() }
+        let Sharding { zero_stage, shard_group, offload_optimizer } = self;
+        Strategy { zero_stage, shard_group, offload_optimizer, ..strategy.clone() }
     }
 }
 

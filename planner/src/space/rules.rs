@@ -52,7 +52,7 @@ pub fn reject_layouts(
 ) {
     let workload = &request.workload;
     let Degrees { tensor, pipeline, data, context, .. } = degrees;
-    let with_pipeline = &request.machine.stack.offers.pipeline_zero_stages;
+    let offers = &request.machine.stack.offers;
     let whole_batch = |micro_batch: u64| workload.global_batch.is_multiple_of(micro_batch * data);
     take_out(rejected, Rejection::BatchNotDivisible, layouts, |layouts| {
         layouts.passes.retain(|passes| whole_batch(passes.micro_batch));
@@ -62,7 +62,11 @@ pub fn reject_layouts(
         layouts.sequence_parallel.retain(|along_sequence| !along_sequence || splits);
     });
     take_out(rejected, Rejection::ZeroStageNotOfferedWithPipeline, layouts, |layouts| {
-        layouts.sharding.retain(|sharding| pipeline == 1 || with_pipeline.contains(&sharding.zero_stage));
+        layouts.sharding.retain(|sharding| pipeline == 1 || offers.pipeline_zero_stages.contains(&sharding.zero_stage));
+    });
+    take_out(rejected, Rejection::OffloadNotOfferedWithZeroStage, layouts, |layouts| {
+        let with_stage = |sharding: &Sharding| offers.offload_zero_stages.contains(&sharding.zero_stage);
+        layouts.sharding.retain(|sharding| !sharding.offload_optimizer || with_stage(sharding));
     });
     take_out(rejected, Rejection::MicroBatchesNotGrouped, layouts, |layouts| {
         let micro_batches = |size: u64| workload.global_batch / (size * data);
@@ -97,12 +101,17 @@ pub fn prune_layouts(
 ) {
     let flash = request.machine.stack.kernels.flash_attention;
     take_out(pruned, Pruning::ZeroStageWithoutReplicas, layouts, |layouts| {
-        let lowest = layouts.sharding.iter().map(|sharding| sharding.zero_stage).min().unwrap_or(ZeroStage::None);
-        let shards = |sharding: &Sharding| sharding.shard_group * degrees.context;
+        let lowest = [false, true].map(|offloads| {
+            let alike = layouts.sharding.iter().filter(|sharding| sharding.offload_optimizer == offloads);
+            alike.map(|sharding| sharding.zero_stage).min()
+        });
         // Under ZeRO-0 nothing is sharded whatever the group; a higher stage is left out only beside such a layout.
-        let plain = |sharding: &Sharding| shards(sharding) == 1 && sharding.zero_stage > lowest;
-        let has_plain = lowest == ZeroStage::None || degrees.data * degrees.context == 1;
-        layouts.sharding.retain(|sharding| !(has_plain && plain(sharding)));
+        let alone = degrees.data * degrees.context == 1;
+        layouts.sharding.retain(|sharding| {
+            let lowest = lowest[usize::from(sharding.offload_optimizer)].filter(|stage| *stage < sharding.zero_stage);
+            let has_plain = lowest.is_some_and(|lowest| lowest == ZeroStage::None || alone);
+            !(has_plain && sharding.shard_group * degrees.context == 1)
+        });
     });
     take_out(pruned, Pruning::SequenceParallelWithoutTensorParallel, layouts, |layouts| {
         let both = choices.sequence_parallel.contains(&false);
@@ -116,6 +125,19 @@ pub fn prune_layouts(
         let preferred = choices.schedules.first().copied();
         layouts.passes.retain(|passes| degrees.pipeline > 1 || Some(passes.schedule) == preferred);
     });
+}
+
+/// Whether a layout of a mesh whose recomputed layers are chosen is another open one, and under which rule.
+pub fn repeats_another(layouts: &Layouts, strategy: &Strategy) -> Option<Pruning> {
+    let again: u64 = strategy.recomputed_layers.iter().sum();
+    let equals = |other: Recompute, layers: u64| again == layers && layouts.recompute.contains(&other);
+    match strategy.recompute {
+        Recompute::None | Recompute::Selective | Recompute::Full => None,
+        Recompute::Partial if equals(Recompute::None, 0) => Some(Pruning::PartialEqualsNone),
+        Recompute::Partial => {
+            equals(Recompute::Full, strategy.layers_per_stage.iter().sum()).then_some(Pruning::PartialEqualsFull)
+        }
+    }
 }
 
 /// Takes values out of a choice under a rule and counts the layouts that go with them.

@@ -189,6 +189,9 @@ pub struct FixedOptions {
     /// Split norms and residuals along the sequence
     #[arg(long, value_name = "on|off", action = ArgAction::Set, value_parser = on_or_off)]
     sequence_parallel: Option<bool>,
+    /// Keep the optimizer state in host memory and update it there
+    #[arg(long, value_name = "on|off", action = ArgAction::Set, value_parser = on_or_off)]
+    offload_optimizer: Option<bool>,
 }
 
 /// What backward computes again.
@@ -200,6 +203,8 @@ pub enum RecomputeOption {
     Selective,
     /// Each layer
     Full,
+    /// As many layers of each stage as its memory asks for
+    Partial,
 }
 
 impl RecomputeOption {
@@ -209,6 +214,7 @@ impl RecomputeOption {
             RecomputeOption::None => Recompute::None,
             RecomputeOption::Selective => Recompute::Selective,
             RecomputeOption::Full => Recompute::Full,
+            RecomputeOption::Partial => Recompute::Partial,
         }
     }
 }
@@ -246,6 +252,7 @@ impl FixedOptions {
                 ScheduleOption::ZeroBubbleV => ScheduleKind::ZeroBubbleV,
             }),
             sequence_parallel: self.sequence_parallel,
+            offload_optimizer: self.offload_optimizer,
         }
     }
 }
