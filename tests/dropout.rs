@@ -46,6 +46,7 @@ const SINGLE: FixedChoices = FixedChoices {
     context_parallel: None,
     expert_parallel: None,
     virtual_stages: None,
+    offload_optimizer: None,
 };
 
 fn plan(shape: Shape, flash: bool, fixed: FixedChoices) -> Plan {

@@ -12,7 +12,8 @@ use ir::model::{Attention, FeedForward, ModelSpec};
 use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
 use ir::units::{BatchSize, Bytes, SequenceLength};
 use planner::request::{FixedChoices, Request, check_request};
-use planner::search::{Outcome, Scored, score_layout, search};
+use planner::search::{Outcome, Scored, score_layout, search, search_best};
+use planner::watch::Watch;
 use proptest::prelude::*;
 use proptest::strategy::Strategy as Strategic;
 use proptest::test_runner::{Config, TestRunner};
@@ -319,20 +320,49 @@ fn a_fixed_choice_is_never_faster_than_the_free_optimum() {
     }
 }
 
+/// The machine with half as much memory more, and with links twice and network cards four times as fast.
+fn better_machines(machine: &Machine) -> [(&'static str, Machine); 3] {
+    let better = |name, change: fn(&mut Machine)| {
+        let mut better = machine.clone();
+        change(&mut better);
+        (name, better)
+    };
+    [
+        better("memory", |machine| machine.device.memory.value = Bytes(machine.device.memory.value.0 * 3 / 2)),
+        better("links", |machine| {
+            let links = &mut machine.cluster.intra.bandwidth_per_gpu_per_direction.value;
+            *links = *links * 2.0;
+        }),
+        better("cards", |machine| {
+            let cards = &mut machine.cluster.inter.bandwidth_per_nic_per_direction.value;
+            *cards = *cards * 4.0;
+        }),
+    ]
+}
+
 #[test]
 fn more_memory_and_faster_links_never_slow_the_optimum() {
-    let base = machine("jean-zay-a100-80gb", "planwright", 8);
-    let optimum = |machine: &Machine| {
-        let request = request(example("bloom"), machine.clone(), 384, FixedChoices::default());
-        search(&request, &build_graph(&request.model)).best.first().map(|best| best.prediction.step.0)
-    };
-    let mut bigger = base.clone();
-    bigger.device.memory.value = Bytes(160 << 30);
-    let mut faster = base.clone();
-    faster.cluster.inter.bandwidth_per_nic_per_direction.value =
-        faster.cluster.inter.bandwidth_per_nic_per_direction.value * 4.0;
-    let [base, bigger, faster] = [base, bigger, faster].map(|machine| optimum(&machine).expect("a layout fits"));
-    assert!(bigger <= base && faster <= base, "{base} {bigger} {faster}");
+    let stacks = ["planwright", "megatron-core-2025", "megatron-2021", "fsdp-2023", "deepspeed-zero"];
+    let heads = prop::sample::select(vec![4u64, 8, 12]);
+    let experts = prop::sample::select(vec![0u64, 0, 4]);
+    let values = (1u64..14, heads, 1u64..4, experts, 4u64..24, prop::sample::select(stacks.to_vec()));
+    check(80, &values, |(layers, heads, nodes, experts, gib, stack)| {
+        let model = small_model(layers, heads, 24, 64);
+        let model = if experts > 0 { with_experts(model, experts) } else { model };
+        let graph = build_graph(&model);
+        let optimum = |machine: &Machine| {
+            let request = request(model.clone(), machine.clone(), nodes * 4, FixedChoices::default());
+            let outcome = search_best(&Request { top: 1, ..request }, &graph, &Watch::default());
+            outcome.best.first().map(|best| best.prediction.step.0)
+        };
+        let machine = tight_machine(stack, gib, 4);
+        let Some(step) = optimum(&machine) else { return Ok(()) };
+        for (name, better) in better_machines(&machine) {
+            let faster = optimum(&better).expect("what fitted still fits");
+            prop_assert!(faster <= step * (1.0 + 1e-12), "more or faster {}: {} after {}", name, faster, step);
+        }
+        Ok(())
+    });
 }
 
 #[test]

@@ -61,21 +61,32 @@ pub fn stage_totals(pipeline: Pipeline, parts: &[StageTime]) -> Vec<StageTime> {
 /// A time that no execution of these parts under the schedule can beat; `parts` are stage-major.
 ///
 /// Stage i works m (f + b), and starts after the forward passes of the parts before its first one. With one part a
-/// stage, the passes of stage i that others wait for are preceded and followed by those of all stages before it.
-pub fn pipeline_lower_bound(pipeline: Pipeline, parts: &[StageTime]) -> Seconds {
+/// stage, the passes of stage i that others wait for are preceded and followed by those of all stages before it; with
+/// interleaved parts all passes of stage i are, by those of their first parts.
+pub fn pipeline_lower_bound(pipeline: Pipeline, parts: &[StageTime], transfer: Seconds) -> Seconds {
     let micro_batches = pipeline.micro_batches as f64;
     let splits = pipeline.schedule.splits_backward();
+    let interleaved = pipeline.schedule == ScheduleKind::Interleaved;
     let (mut forward, mut chain, mut bound) = (Seconds(0.0), Seconds(0.0), Seconds(0.0));
     for (stage, time) in stage_totals(pipeline, parts).into_iter().enumerate() {
         bound = bound.max(forward + time.total() * micro_batches);
-        forward += parts[stage * pipeline.virtual_stages as usize].forward;
+        let first = parts[stage * pipeline.virtual_stages as usize];
+        forward += first.forward;
         if pipeline.virtual_stages == 1 {
             let needed = time.forward + if splits { time.input_backward() } else { time.backward };
             bound = bound.max(chain + needed * micro_batches);
-            chain += needed;
+            chain += needed + transfer * 2.0;
+        } else if interleaved {
+            bound = bound.max(chain + time.total() * micro_batches);
+            chain += first.total();
         }
     }
-    bound
+    if interleaved { bound + way_and_back(pipeline, transfer) } else { bound }
+}
+
+/// Transfers through all stages once and back.
+fn way_and_back(pipeline: Pipeline, transfer: Seconds) -> Seconds {
+    transfer * (2 * (pipeline.num_stages - 1)) as f64
 }
 
 /// Time from the first pass to the last, with `transfer` between neighbouring stages; `parts` are stage-major.
@@ -109,7 +120,7 @@ pub fn pipeline_time(pipeline: Pipeline, parts: &[StageTime], transfer: Seconds)
             let simulated = micro_batches.min(rounds * num_stages);
             let start = simulate(Pipeline { micro_batches: simulated, ..pipeline }, parts, latency);
             let slowest = stage_totals(pipeline, parts).iter().map(|s| s.total()).fold(Seconds(0.0), Seconds::max);
-            let through = shown * (2 * (num_stages - 1)) as f64;
+            let through = way_and_back(pipeline, shown);
             start.end + start.period.max(slowest) * (micro_batches - simulated) as f64 + through
         }
     }

@@ -22,11 +22,11 @@ use crate::collective::{CollectiveKind, Placement, collective_time, place, send_
 use crate::machine::Machine;
 use crate::memory::state_bytes;
 use crate::pipeline::{StageTime, pipeline_time, stage_totals};
-pub use bound::{pipeline_lower_bound_of, step_lower_bound, tail_lower_bound};
+pub use bound::{passes_lower_bound, pipeline_lower_bound_of, split_lower_bound, step_lower_bound, tail_lower_bound};
 use data::{HeldParameters, exposed, state_groups};
 use load::shards_of;
 pub use load::{host_memory_of, stage_load, stage_memory_holding, stage_memory_of};
-use tail::stage_tail;
+use tail::longest_tail;
 
 pub use provenance::with_provenance;
 
@@ -130,23 +130,11 @@ impl<T: Copy> PerBlock<T> {
 
 /// Costs all blocks of a model for a split and a micro-batch.
 pub fn costed_blocks(scenario: Scenario, split: TensorSplit, micro_batch: u64) -> PerBlock<CostedBlock> {
-    let Scenario { model, graph, workload, machine } = scenario;
-    let degree = split.tensor_parallel;
-    let per_domain = machine.fast_domain_gpus().min(degree);
-    let tensor_group = Placement { size: degree, per_domain, domains: degree.div_ceil(per_domain) };
-    let extents = Extents { micro_batch, sequence_length: workload.sequence_length };
-    let family = |axis, size| GroupFamily { axis, size, stride: degree, count: 1 };
-    let at = |axis, size| place(&family(axis, size), machine.fast_domain_gpus());
-    let context_group = at(Axis::Context, split.context_parallel);
-    let expert_group = at(Axis::Data, split.expert_parallel);
-    let case = BlockCase { split, tensor_group, context_group, expert_group, extents, dtype: model.dtype, machine };
-    let costed = |block: &Block| CostedBlock {
-        cost: block_cost(block, case),
-        parameters: split.local_block_parameters(block),
-        expert_parameters: split.local_expert_parameters(block),
-        tied_parameters: split.local_tied_parameters(block),
-        tensors: block.parameters().count() as u64,
-    };
+    costed_blocks_by(scenario.graph, |block| costed_block(scenario, block, split, micro_batch))
+}
+
+/// The blocks of a model as `costed` gives them.
+pub fn costed_blocks_by(graph: &ModelGraph, mut costed: impl FnMut(&Block) -> CostedBlock) -> PerBlock<CostedBlock> {
     let mut blocks = PerBlock::default();
     for block in &graph.blocks {
         match block.role {
@@ -157,6 +145,27 @@ pub fn costed_blocks(scenario: Scenario, split: TensorSplit, micro_batch: u64) -
     }
     blocks.recomputed = blocks.layers;
     blocks
+}
+
+/// Costs one block for a split and a micro-batch.
+pub fn costed_block(scenario: Scenario, block: &Block, split: TensorSplit, micro_batch: u64) -> CostedBlock {
+    let Scenario { model, workload, machine, .. } = scenario;
+    let degree = split.tensor_parallel;
+    let per_domain = machine.fast_domain_gpus().min(degree);
+    let tensor_group = Placement { size: degree, per_domain, domains: degree.div_ceil(per_domain) };
+    let extents = Extents { micro_batch, sequence_length: workload.sequence_length };
+    let family = |axis, size| GroupFamily { axis, size, stride: degree, count: 1 };
+    let at = |axis, size| place(&family(axis, size), machine.fast_domain_gpus());
+    let context_group = at(Axis::Context, split.context_parallel);
+    let expert_group = at(Axis::Data, split.expert_parallel);
+    let case = BlockCase { split, tensor_group, context_group, expert_group, extents, dtype: model.dtype, machine };
+    CostedBlock {
+        cost: block_cost(block, case),
+        parameters: split.local_block_parameters(block),
+        expert_parameters: split.local_expert_parameters(block),
+        tied_parameters: split.local_tied_parameters(block),
+        tensors: block.parameters().count() as u64,
+    }
 }
 
 /// Time of a micro-batch on each block under a strategy (whose stage split is not looked at).
@@ -367,6 +376,29 @@ impl StagePosition {
     }
 }
 
+/// Times of a micro-batch on each part of the model.
+fn part_times(
+    scenario: Scenario,
+    times: &PerBlock<BlockTime>,
+    strategy: &Strategy,
+    contents: &[StageContent],
+    transfer: Seconds,
+) -> Vec<StageTime> {
+    let shape = Pipeline::of(strategy);
+    // Most parts are like the one before.
+    let mut before = None;
+    let at = |(content, index): (&StageContent, u64)| {
+        let position = StagePosition::of(shape, index / shape.virtual_stages, index % shape.virtual_stages);
+        let time = match before {
+            Some((other, there, time)) if (other, there) == (*content, position) => time,
+            _ => stage_time(content, times, position, transfer, strategy, scenario.machine),
+        };
+        before = Some((*content, position, time));
+        time
+    };
+    contents.iter().zip(0..).map(at).collect()
+}
+
 /// Predicts a step for a strategy whose stages hold `contents`: parts of the model, those of the first stage first.
 pub fn predict_step(
     scenario: Scenario,
@@ -375,6 +407,19 @@ pub fn predict_step(
     strategy: &Strategy,
     contents: &[StageContent],
 ) -> StepPrediction {
+    predict_step_by(scenario, blocks, times, strategy, contents, pipeline_time)
+}
+
+/// [`predict_step`] with the times of pipelines as `pipeline_time` gives them: those of that function, which may be
+/// remembered.
+pub fn predict_step_by(
+    scenario: Scenario,
+    blocks: &PerBlock<CostedBlock>,
+    times: &PerBlock<BlockTime>,
+    strategy: &Strategy,
+    contents: &[StageContent],
+    pipeline_time: impl FnOnce(Pipeline, &[StageTime], Seconds) -> Seconds,
+) -> StepPrediction {
     let machine = scenario.machine;
     let shape = Pipeline::of(strategy);
     let transfer = transfer_time(scenario, strategy, blocks);
@@ -382,16 +427,13 @@ pub fn predict_step(
         let (stage, part) = (index as u64 / shape.virtual_stages, index as u64 % shape.virtual_stages);
         StagePosition::of(shape, stage, part)
     };
-    let at = |(index, content)| stage_time(content, times, position(index), transfer, strategy, machine);
-    let parts: Vec<StageTime> = contents.iter().enumerate().map(at).collect();
+    let parts = part_times(scenario, times, strategy, contents, transfer);
     let stages = stage_totals(shape, &parts);
     let micro_batches = shape.micro_batches;
     let blocked = blocking(transfer, strategy, machine);
     let pipeline = pipeline_time(shape, &parts, transfer - blocked);
     let on_stage = |stage: usize| &contents[stage * shape.virtual_stages as usize..][..shape.virtual_stages as usize];
-    let tails =
-        stages.iter().enumerate().map(|(stage, pass)| stage_tail(scenario, strategy, blocks, on_stage(stage), *pass));
-    let tail = tails.max_by(|a, b| a.total().0.total_cmp(&b.total().0)).unwrap_or_default();
+    let tail = longest_tail(scenario, strategy, blocks, contents, &stages);
 
     let slowest = (0..stages.len()).max_by(|a, b| stages[*a].total().0.total_cmp(&stages[*b].total().0)).unwrap_or(0);
     let per_step = |part: fn(BlockTime) -> Seconds| -> Seconds {

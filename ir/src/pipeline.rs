@@ -6,7 +6,7 @@
 use crate::strategy::{ScheduleKind, Strategy};
 
 /// What the order of passes depends on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Pipeline {
     /// The schedule.
     pub schedule: ScheduleKind,

@@ -71,7 +71,7 @@ pub enum Recompute {
 }
 
 /// Order of micro-batches on a stage; of equally good ones the first is preferred.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum ScheduleKind {
     /// One forward, one backward (PipeDream-flush, arXiv 2104.04473, figure 4 top).
     OneForwardOneBackward,
@@ -180,6 +180,14 @@ impl ScheduleKind {
             ScheduleKind::GPipe | ScheduleKind::OneForwardOneBackward | ScheduleKind::Interleaved => false,
             ScheduleKind::ZeroBubbleH1 | ScheduleKind::ZeroBubbleV => true,
         }
+    }
+
+    /// Whether every part on a stage has at least as many micro-batches in flight as the stage has in 1F1B.
+    ///
+    /// GPipe has all. Stage r of p with parts interleaved has 2 (p − r) − 1 of the last part, or a whole group, when it
+    /// is fullest, and more of the others. The second parts of a V have fewer.
+    pub fn holds_least(self) -> bool {
+        self != ScheduleKind::ZeroBubbleV
     }
 
     /// Whether a stage can have so many parts of the model.

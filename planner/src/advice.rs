@@ -10,7 +10,7 @@ use ir::units::Seconds;
 use crate::explain::describe;
 use crate::limits::{Binding, Limit, limits, on_machine};
 use crate::request::{FixedChoices, Request, check_request};
-use crate::search::{Scored, score_layout, search_watched};
+use crate::search::{Costs, Scored, score_layout, search_best};
 use crate::shapes::{ShapeAdvice, shape_advice};
 use crate::watch::Watch;
 
@@ -83,9 +83,15 @@ pub struct Constraint {
     pub ratio: f64,
 }
 
-/// Works out what to change; `None` once the watch is stopped.
-pub fn advise(request: &Request, graph: &ModelGraph, winner: &Scored, watch: &Watch) -> Option<Advice> {
-    let (limits, roomier) = limits(request, graph, winner, watch);
+/// Works out what to change; `None` once the watch is stopped. `costs` are of the request.
+pub fn advise(
+    request: &Request,
+    graph: &ModelGraph,
+    winner: &Scored,
+    watch: &Watch,
+    costs: &mut Costs,
+) -> Option<Advice> {
+    let (limits, roomier) = limits(request, graph, winner, watch, costs);
     let shapes = shape_advice(request, graph, winner, watch);
     let constraint = constraint(request, graph, winner, watch);
     let advice = Advice {
@@ -199,7 +205,7 @@ fn constraint(request: &Request, graph: &ModelGraph, winner: &Scored, watch: &Wa
         return None;
     }
     let free = Request { fixed: FixedChoices::default(), top: 1, ..request.clone() };
-    let outcome = search_watched(&free, graph, &watch.of_a_step());
+    let outcome = search_best(&free, graph, &watch.of_a_step());
     let best = outcome.best.into_iter().next().filter(|_| outcome.stop_reason == StopReason::Optimal)?;
     let free_step = best.prediction.step;
     let more = winner.prediction.step - free_step;

@@ -12,7 +12,7 @@ use ir::units::Seconds;
 use crate::error::Error;
 use crate::partition::{StageShare, solve_by_integer_program};
 use crate::request::{FixedChoices, Request, check_request};
-use crate::search::{Outcome, Scored, nearest_miss, partition_of, search, search_watched};
+use crate::search::{Outcome, Scored, nearest_miss, partition_of, search_best};
 use crate::space::Pruning;
 use crate::watch::Watch;
 
@@ -116,7 +116,7 @@ fn tensor_across_domains(request: &Request, graph: &ModelGraph, winner: &Scored,
         let fixed = FixedChoices { tensor_parallel: Some(degree), ..request.fixed };
         let case = Request { fixed, top: 1, ..request.clone() };
         check_request(&case).ok()?;
-        let outcome = search_watched(&case, graph, &watch.of_a_step());
+        let outcome = search_best(&case, graph, &watch.of_a_step());
         outcome.best.into_iter().next().filter(|_| outcome.stop_reason == StopReason::Optimal)
     });
     let crossing = outcomes.next()?;
@@ -181,7 +181,8 @@ enum Direction {
 
 /// The first of these that makes something fit: freeing one fixed choice, then another number of GPUs.
 fn smallest_change(request: &Request, graph: &ModelGraph, direction: Direction) -> String {
-    let fits = |case: &Request| check_request(case).is_ok() && !search(case, graph).best.is_empty();
+    let fits =
+        |case: &Request| check_request(case).is_ok() && !search_best(case, graph, &Watch::default()).best.is_empty();
     if request.executable_only && fits(&Request { executable_only: false, top: 1, ..request.clone() }) {
         return "leave out --executable: then a layout fits, which cannot be run yet".to_owned();
     }

@@ -9,7 +9,7 @@ use ir::plan::{StopReason, TimeTerm};
 use ir::units::{BytesPerSecond, Seconds};
 
 use crate::request::Request;
-use crate::search::{Scored, score_layout, search_watched};
+use crate::search::{Costs, Scored, score_layout, search_best_remembering};
 use crate::watch::Watch;
 
 /// Speed-up after which what is left of a resource's time is no longer seen.
@@ -71,15 +71,21 @@ impl Limit {
     }
 }
 
-/// All limits of a layout, the heaviest first, and the best layout with twice the memory.
-pub fn limits(request: &Request, graph: &ModelGraph, winner: &Scored, watch: &Watch) -> (Vec<Binding>, Option<Scored>) {
+/// All limits of a layout, the heaviest first, and the best layout with twice the memory; `costs` are of the request.
+pub fn limits(
+    request: &Request,
+    graph: &ModelGraph,
+    winner: &Scored,
+    watch: &Watch,
+    costs: &mut Costs,
+) -> (Vec<Binding>, Option<Scored>) {
     let step = winner.prediction.step;
     let gain = |other: Seconds| (1.0 - other.0 / step.0).max(0.0);
     let without = |free: fn(&mut Machine)| {
         let scored = score_layout(&on_machine(request, free), graph, &winner.strategy);
         scored.map_or(0.0, |scored| gain(scored.prediction.step))
     };
-    let roomier = with_twice_the_memory(request, graph, watch);
+    let roomier = with_twice_the_memory(request, graph, watch, costs);
     let bubble = winner.prediction.terms.get(&TimeTerm::Bubble).copied().unwrap_or_default();
     let mut bindings: Vec<Binding> = [
         (Limit::Memory, roomier.as_ref().map_or(0.0, |scored| gain(scored.prediction.step))),
@@ -103,9 +109,9 @@ pub fn on_machine(request: &Request, change: impl FnOnce(&mut Machine)) -> Reque
     changed
 }
 
-fn with_twice_the_memory(request: &Request, graph: &ModelGraph, watch: &Watch) -> Option<Scored> {
+fn with_twice_the_memory(request: &Request, graph: &ModelGraph, watch: &Watch, costs: &mut Costs) -> Option<Scored> {
     let roomy = on_machine(request, |machine| machine.device.memory.value = machine.device.memory.value * 2);
-    let outcome = search_watched(&Request { top: 1, ..roomy }, graph, &watch.of_a_step());
+    let outcome = search_best_remembering(&Request { top: 1, ..roomy }, graph, &watch.of_a_step(), costs);
     outcome.best.into_iter().next().filter(|_| outcome.stop_reason == StopReason::Optimal)
 }
 

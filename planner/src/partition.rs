@@ -5,6 +5,7 @@
 //! same problem to a MILP solver and is the check on it.
 
 mod balance;
+mod bound;
 mod integer_program;
 mod state;
 #[cfg(test)]
@@ -13,6 +14,7 @@ mod threshold;
 
 use ir::model::MAX_LAYER_RUNS;
 
+pub use bound::slowest_lower_bound;
 pub use integer_program::solve_by_integer_program;
 pub use state::{recompute_to_fit, stage_contents, state_problem};
 pub use threshold::{can_split, solve_by_threshold, solve_evenly, split_evenly, split_for_least_memory};

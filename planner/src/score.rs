@@ -15,7 +15,8 @@ use crate::foreign::{Launch, Switches};
 use crate::lower::estimate;
 use crate::partition::{LayerCounts, StageShare};
 use crate::request::{FixedChoices, Request, check_request};
-use crate::search::{Scored, run_lengths, score_as_run, score_given_split, search};
+use crate::search::{Scored, run_lengths, score_as_run, score_given_split, search_best};
+use crate::watch::Watch;
 
 /// Gain of a switch, relative to the step, from which it is worth a sentence.
 const NOTABLE: f64 = 0.002;
@@ -109,7 +110,7 @@ pub fn score(request: &Request, graph: &ModelGraph, launch: &Launch, profile: &M
         let what = format!("the layers cannot be split over {} stages", launch.layout.pipeline_parallel);
         Problem::new(what, request.origin.clone(), "give a layout whose stages hold at least one layer")
     })?;
-    let outcome = search(request, graph);
+    let outcome = search_best(request, graph, &Watch::default());
     let best = outcome.best.first().map(|winner| priced(request, graph, winner.clone()));
     let best = best.ok_or_else(|| no_plan(request, graph, &outcome).problems()[0].clone());
     let fits = configuration.scored.fullest_stage().1 <= request.machine.usable_memory();

@@ -1,6 +1,7 @@
 //! Exact search: a tree of layouts, done in the order of its lower bounds until no bound can win.
 
 mod costs;
+mod expand;
 mod nearest;
 mod score;
 mod tree;
@@ -10,20 +11,21 @@ use std::collections::BTreeMap;
 
 use cost_models::memory::StageMemory;
 use cost_models::step::{Scenario, StageContent, StepPrediction};
+use ir::derivative::undifferentiable;
 use ir::graph::ModelGraph;
 use ir::model::{MAX_LAYER_RUNS, layer_runs};
 use ir::plan::StopReason;
-use ir::strategy::{ScheduleKind, Strategy, ZeroStage};
+use ir::strategy::Strategy;
 use ir::units::Bytes;
 
 use crate::partition::LayerCounts;
 use crate::request::Request;
-use crate::space::{Pruning, Rejection, Sharding, enumerate, repeats_another};
+use crate::space::{Pruning, Rejection, enumerate};
 use crate::watch::Watch;
-use costs::Costs;
-use score::{may_fit, score, split_fits, split_in_time};
-use tree::{Case, Item, Node, Tree, is_below};
+use expand::search_node;
+use tree::Tree;
 
+pub use costs::Costs;
 pub use nearest::nearest_miss;
 pub use score::{partition_of, score_as_run, score_given_split, score_layout};
 
@@ -100,11 +102,40 @@ pub fn search(request: &Request, graph: &ModelGraph) -> Outcome {
 
 /// [`search`], which ends with what it has once the watch says so: the rest is then not proven to be worse.
 pub fn search_watched(request: &Request, graph: &ModelGraph, watch: &Watch) -> Outcome {
+    search_remembering(request, graph, watch, &mut costs(request, graph))
+}
+
+/// [`search_watched`], which adds the costs that it computes to those that it is given.
+pub fn search_remembering(request: &Request, graph: &ModelGraph, watch: &Watch, costs: &mut Costs) -> Outcome {
+    search_for(request, graph, watch, costs, undifferentiable(&request.model).is_none())
+}
+
+/// [`search_watched`] for the best layouts only, whether or not they can be executed.
+pub fn search_best(request: &Request, graph: &ModelGraph, watch: &Watch) -> Outcome {
+    search_best_remembering(request, graph, watch, &mut costs(request, graph))
+}
+
+/// [`search_best`] with costs of the same model on a machine that differs in nothing but its memory.
+pub fn search_best_remembering(request: &Request, graph: &ModelGraph, watch: &Watch, costs: &mut Costs) -> Outcome {
+    search_for(request, graph, watch, costs, false)
+}
+
+/// No costs yet.
+pub fn costs<'a>(request: &'a Request, graph: &'a ModelGraph) -> Costs<'a> {
+    Costs::new(scenario(request, graph))
+}
+
+fn search_for(
+    request: &Request,
+    graph: &ModelGraph,
+    watch: &Watch,
+    costs: &mut Costs,
+    seeks_executable: bool,
+) -> Outcome {
     let scenario = scenario(request, graph);
     let space = enumerate(request);
-    let mut costs = Costs::new(scenario);
-    let mut tree = Tree::new(request, scenario, &space, run_lengths(request));
-    let mut found = Found::new(request, tree.executable);
+    let mut tree = Tree::new(request, scenario, &space, run_lengths(request), costs);
+    let mut found = Found::new(request, seeks_executable);
     let mut interrupted = 0;
     watch.begin(tree.count());
     while let Some(node) = tree.pop() {
@@ -116,7 +147,7 @@ pub fn search_watched(request: &Request, graph: &ModelGraph, watch: &Watch) -> O
             interrupted = node.count + tree.count();
             break;
         }
-        search_node(request, scenario, node, &mut tree, &mut costs, &mut found);
+        search_node(scenario, node, &mut tree, costs, &mut found);
         watch.reach(found.done());
     }
     let Found { best, executable, feasible, pruned, rejected, .. } = found;
@@ -165,8 +196,10 @@ impl Found {
         }
     }
 
-    fn reject(&mut self, reason: Rejection) {
-        *self.rejected.entry(reason).or_default() += 1;
+    fn reject(&mut self, reason: Rejection, count: u64) {
+        if count > 0 {
+            *self.rejected.entry(reason).or_default() += count;
+        }
     }
 
     /// Layouts that are done with.
@@ -184,7 +217,7 @@ impl Found {
     fn add(&mut self, scored: Scored, executable: bool) {
         self.feasible += 1;
         let better = |other: &Scored| scored.precedes(other) == Ordering::Less;
-        if executable && self.executable.as_ref().is_none_or(better) {
+        if executable && self.seeks_executable && self.executable.as_ref().is_none_or(better) {
             self.executable = Some(scored.clone());
         }
         insert(&mut self.best, scored, self.top);
@@ -196,86 +229,5 @@ fn insert(best: &mut Vec<Scored>, scored: Scored, most: usize) {
     if place < most {
         best.insert(place, scored);
         best.truncate(most);
-    }
-}
-
-fn search_node(
-    request: &Request,
-    scenario: Scenario,
-    node: Node,
-    tree: &mut Tree,
-    costs: &mut Costs,
-    found: &mut Found,
-) {
-    if node.bound > found.limit(node.executable) {
-        found.prune(Pruning::SlowerThanReported, node.count);
-        return;
-    }
-    match node.item {
-        Item::Family(family) => {
-            let slower = tree.push_cases(family, costs, found.limit(true));
-            found.prune(Pruning::SlowerThanReported, slower);
-        }
-        Item::Case(case) => expand(request, scenario, case, tree, costs, found),
-        Item::Layout(case, passes, sharding) => {
-            let strategy = tree.strategy(case, passes, sharding);
-            let times = costs.times(case.costs, &strategy);
-            let layouts = &tree.meshes[case.mesh].layouts;
-            match score(scenario, costs.blocks(case.costs), &times, &strategy, run_lengths(request)) {
-                Err(reason) => found.reject(reason),
-                Ok(scored) => match repeats_another(layouts, &scored.strategy) {
-                    Some(rule) => found.prune(rule, 1),
-                    None => found.add(scored, node.executable),
-                },
-            }
-        }
-    }
-}
-
-/// Replaces a case by its layouts: those out of memory and those that cannot win are done with.
-fn expand(request: &Request, scenario: Scenario, case: Case, tree: &mut Tree, costs: &mut Costs, found: &mut Found) {
-    let mesh = &tree.meshes[case.mesh];
-    let layers = run_lengths(request);
-    // States of the optimizer with which not even 1F1B fits, which holds no more than GPipe anywhere.
-    let mut too_full: Vec<Sharding> = Vec::new();
-    for (pass, passes) in tree.passes_of(case) {
-        let strategy = tree.strategy(case, pass, 0);
-        let unsharded = Strategy { zero_stage: ZeroStage::None, ..strategy };
-        let times = costs.times(case.costs, &unsharded);
-        if !is_below(tree.pipeline_bound(costs, &times, case, &unsharded), found.limit(true)) {
-            found.prune(Pruning::SlowerThanReported, mesh.layouts.sharding.len() as u64);
-            continue;
-        }
-        // The split of several parts a stage looks at times only, which ZeRO changes from stage 2 on.
-        let several = passes.virtual_stages > 1;
-        let split = several.then(|| split_in_time(scenario, costs.blocks(case.costs), &times, &unsharded, layers));
-        let mut start = 0;
-        for group in mesh.layouts.sharding.chunk_by(Sharding::is_alike) {
-            let [first, last] = [start, start + group.len() - 1];
-            start += group.len();
-            // With an equal split, any layout of the group that shards is at least as full as the last one, which
-            // shards over the most ranks.
-            let split = split.as_ref().filter(|_| group[0].zero_stage < ZeroStage::Gradients);
-            let as_full =
-                |sharding: &Sharding| sharding.shard_group * mesh.degrees.context > 1 && (!several || split.is_some());
-            let strategy = tree.strategy(case, pass, last);
-            let times = costs.times(case.costs, &strategy);
-            let blocks = costs.blocks(case.costs);
-            let fits = match split {
-                Some(split) => split.as_ref().is_some_and(|split| split_fits(scenario, blocks, &strategy, split)),
-                None if passes.schedule == ScheduleKind::GPipe && too_full.contains(&group[0]) => false,
-                None => may_fit(scenario, blocks, &times, &strategy, layers),
-            };
-            if !fits && passes.schedule == ScheduleKind::OneForwardOneBackward {
-                too_full.push(group[0]);
-            }
-            for (index, sharding) in (first..=last).zip(group) {
-                if !fits && (index == last || as_full(sharding)) {
-                    found.reject(Rejection::OutOfMemory);
-                } else if !tree.push_layout(costs, case, [pass, index], |executable| found.limit(executable)) {
-                    found.prune(Pruning::SlowerThanReported, 1);
-                }
-            }
-        }
     }
 }

@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::lower::estimate;
 use crate::objective::{Expense, Objective, expense};
 use crate::request::{GPU_LIMIT, Request, check_request};
-use crate::search::{Outcome, search_watched};
+use crate::search::{Outcome, search_best};
 use crate::space::Rejection;
 use crate::training::{Training, training};
 use crate::watch::Watch;
@@ -116,7 +116,7 @@ fn best(request: &Request, graph: &ModelGraph, tokens: Option<u64>, watch: &Watc
         return Err("interrupted before this number of GPUs was searched".to_owned());
     }
     check_request(request).map_err(|error| in_words(&error))?;
-    let outcome = search_watched(request, graph, &watch.of_a_step());
+    let outcome = search_best(request, graph, &watch.of_a_step());
     if outcome.stop_reason == StopReason::Interrupted {
         return Err("interrupted while this number of GPUs was searched".to_owned());
     }

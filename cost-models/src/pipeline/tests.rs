@@ -177,7 +177,7 @@ proptest! {
     fn the_bound_holds((pipeline, times) in cases(60), transfer in 0.0f64..0.5) {
         let parts = as_parts(&times);
         let time = pipeline_time(pipeline, &parts, Seconds(transfer));
-        let bound = pipeline_lower_bound(pipeline, &parts);
+        let bound = pipeline_lower_bound(pipeline, &parts, Seconds(transfer));
         prop_assert!(bound.0 <= time.0 * (1.0 + 1e-12), "{bound:?} {time:?} {pipeline:?}");
     }
 }

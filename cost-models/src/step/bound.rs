@@ -1,17 +1,15 @@
 //! Times that no stage split of a strategy can beat, cheap enough to be asked of every candidate.
 
 use ir::model::MAX_LAYER_RUNS;
+use ir::pipeline::Pipeline;
 use ir::strategy::{Recompute, ScheduleKind, Strategy};
 use ir::units::{Bytes, Seconds};
 
 use super::data::{HeldParameters, state_groups};
-use super::tail::tail_of;
-use super::{BlockTime, CostedBlock, PerBlock, Scenario, StageContent, blocking, transfer_time};
+use super::tail::{longest_tail, tail_of};
+use super::{BlockTime, CostedBlock, PerBlock, Scenario, StageContent, blocking, part_times, transfer_time};
 use crate::collective::{CollectiveKind, collective_time};
-use crate::pipeline::StageTime;
-
-/// Relative error of sums in another order, by which a count of layers must not fall below a whole number.
-const TOLERANCE: f64 = 1e-9;
+use crate::pipeline::{StageTime, pipeline_lower_bound, stage_totals};
 
 /// A time that no stage split of the strategy can beat.
 pub fn step_lower_bound(
@@ -33,7 +31,7 @@ pub fn step_lower_bound(
 /// stage starts after the forward passes of p - 1 parts before it and is followed by as many backward passes: with c
 /// for both, T >= c + m x. The slowest of the others has at least their mean: T >= m (W - x) / (p - 1). The bound is
 /// the least that both allow for any x. With one part a stage c is W - x, less what of it may wait in zero-bubble
-/// schedules; with more it is p - 1 parts with the fewest layers that an even split could leave them.
+/// schedules; with more it is p - 1 parts with the fewest layers that an even split leaves them.
 pub fn pipeline_lower_bound_of(
     scenario: Scenario,
     blocks: &PerBlock<CostedBlock>,
@@ -57,13 +55,11 @@ pub fn pipeline_lower_bound_of(
     let blocked = blocking(transfer, strategy, machine);
     // Both directions of the ways between stages: those that block are work, the others lengthen the chain.
     let ways = |time: Seconds| time * (2.0 * (stages - 1.0));
-    let over_runs = |time: fn(StageTime) -> Seconds, range: fn(f64, f64) -> f64, start: f64| -> f64 {
+    let least_of = |time: fn(StageTime) -> Seconds| {
         let used = times.layers.iter().zip(layers).filter(|(_, count)| *count > 0);
-        used.map(|(block, _)| time(block.pass).0).fold(start, range)
+        used.map(|(block, _)| time(block.pass).0).fold(f64::INFINITY, f64::min)
     };
-    let least_of = |time: fn(StageTime) -> Seconds| over_runs(time, f64::min, f64::INFINITY);
     let least = least_of(|pass| pass.forward) + least_of(|pass| pass.backward);
-    let most = over_runs(StageTime::total, f64::max, 0.0);
     let count: u64 = layers.iter().sum();
     let fullest = Seconds(least * count.div_ceil(strategy.pipeline_parallel) as f64) + host;
     let others = m / (stages - 1.0);
@@ -73,17 +69,12 @@ pub fn pipeline_lower_bound_of(
         chain + Seconds(x * share)
     };
     let bound = if strategy.virtual_stages > 1 {
+        // Of the parts before the last stage's first one, those without the embedding have the whole layers that fall to
+        // each of all parts.
         let parts = strategy.pipeline_parallel * strategy.virtual_stages;
-        let ends = (times.embedding.pass.total() + times.head.pass.total() + transfer * 2.0 + host).0;
-        // The most equal parts have at most this many layers of mean time, the slowest of them at most this time.
-        let each = count.div_ceil(parts) as f64 + if least < most { ends / least } else { 0.0 };
-        let most_layers = (each * most + ends) / least.max(f64::MIN_POSITIVE);
-        let most_layers = (most_layers * (1.0 + TOLERANCE)) as u64;
-        let before = strategy.pipeline_parallel - 1;
-        // The parts with the embedding and with the head may hold no layer.
-        let fewest = count.saturating_sub((parts - before).saturating_mul(most_layers)).max(before.saturating_sub(2));
+        let before = (strategy.pipeline_parallel - 2) * (count / parts);
         let flows = strategy.schedule == ScheduleKind::Interleaved;
-        let chain = if flows { Seconds(least * fewest as f64) + ways(transfer - blocked) } else { Seconds(0.0) };
+        let chain = if flows { Seconds(least * before as f64) + ways(transfer - blocked) } else { Seconds(0.0) };
         of_last(passes, chain, m)
     } else {
         let work = passes + ways(blocked);
@@ -136,6 +127,35 @@ pub fn tail_lower_bound(
         + latency(CollectiveKind::ReduceScatter)
         + latency(CollectiveKind::AllGather);
     (tail.total() - most).max(Seconds(0.0))
+}
+
+/// A time that the strategy with stages that hold `contents` cannot beat.
+pub fn split_lower_bound(
+    scenario: Scenario,
+    blocks: &PerBlock<CostedBlock>,
+    times: &PerBlock<BlockTime>,
+    strategy: &Strategy,
+    contents: &[StageContent],
+) -> Seconds {
+    let parts = part_times(scenario, times, strategy, contents, transfer_time(scenario, strategy, blocks));
+    let stages = stage_totals(Pipeline::of(strategy), &parts);
+    let tail = longest_tail(scenario, strategy, blocks, contents, &stages);
+    let passes = passes_lower_bound(scenario, blocks, times, strategy, contents);
+    passes + tail.total() + scenario.machine.stack.overhead.step.value
+}
+
+/// The part of [`split_lower_bound`] from the first to the last pass.
+pub fn passes_lower_bound(
+    scenario: Scenario,
+    blocks: &PerBlock<CostedBlock>,
+    times: &PerBlock<BlockTime>,
+    strategy: &Strategy,
+    contents: &[StageContent],
+) -> Seconds {
+    let transfer = transfer_time(scenario, strategy, blocks);
+    let parts = part_times(scenario, times, strategy, contents, transfer);
+    let blocked = blocking(transfer, strategy, scenario.machine);
+    pipeline_lower_bound(Pipeline::of(strategy), &parts, transfer - blocked)
 }
 
 fn whole(layers: [u64; MAX_LAYER_RUNS]) -> StageContent {

@@ -24,7 +24,20 @@ impl Tail {
     }
 }
 
-pub(super) fn stage_tail(
+/// The tail of the stage where it takes longest; `stages` are the times of their passes.
+pub(super) fn longest_tail(
+    scenario: Scenario,
+    strategy: &Strategy,
+    blocks: &PerBlock<CostedBlock>,
+    contents: &[StageContent],
+    stages: &[StageTime],
+) -> Tail {
+    let of_stages = contents.chunks(strategy.virtual_stages as usize).zip(stages);
+    let tails = of_stages.map(|(parts, pass)| stage_tail(scenario, strategy, blocks, parts, *pass));
+    tails.max_by(|a, b| a.total().0.total_cmp(&b.total().0)).unwrap_or_default()
+}
+
+fn stage_tail(
     scenario: Scenario,
     strategy: &Strategy,
     blocks: &PerBlock<CostedBlock>,

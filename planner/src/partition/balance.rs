@@ -7,8 +7,9 @@ use super::{LayerCounts, PartitionProblem, StageShare};
 ///
 /// One layer after another goes to the part that is fastest with it, all layers taken as long as their mean; of equally
 /// fast parts to the one on the stage with least work. Then layers move from the slowest stage's largest part to the
-/// fastest stage's smallest one as long as that makes the slowest stage faster and no part slower than the slowest.
-/// Complexity: O(layers · parts).
+/// fastest stage's smallest one as long as that makes the slowest stage faster and no part slower than the slowest. Parts
+/// without embedding and head keep the whole layers that fall to each of all parts.
+/// Complexity: O(layers · parts), of equally fast parts at once O(parts) for each layer.
 pub fn split_into_parts(problem: &PartitionProblem) -> Option<Vec<StageShare>> {
     let sizes = equal_sizes(problem)?;
     Some(balance_stages(problem, shares(problem.layers, &sizes)))
@@ -24,13 +25,21 @@ fn equal_sizes(problem: &PartitionProblem) -> Option<Vec<u64>> {
     for (place, size) in sizes.iter().enumerate() {
         work[problem.stage_of[place]] += time(place, *size);
     }
-    for _ in 0..left {
-        let after = |place: &usize| time(*place, sizes[*place] + 1);
-        let least = (0..sizes.len()).map(|place| after(&place)).fold(f64::INFINITY, f64::min);
-        let fastest = (0..sizes.len()).filter(|place| after(place) <= least * (1.0 + TOLERANCE));
-        let place = fastest.min_by(|a, b| work[problem.stage_of[*a]].total_cmp(&work[problem.stage_of[*b]]))?;
-        sizes[place] += 1;
-        work[problem.stage_of[place]] += mean;
+    let mut left = left;
+    while left > 0 {
+        let after: Vec<f64> = sizes.iter().enumerate().map(|(place, size)| time(place, size + 1)).collect();
+        let least = after.iter().copied().fold(f64::INFINITY, f64::min);
+        let mut fastest: Vec<usize> =
+            (0..sizes.len()).filter(|place| after[*place] <= least * (1.0 + TOLERANCE)).collect();
+        while left > 0 && !fastest.is_empty() {
+            let least_work = |a: &usize, b: &usize| {
+                work[problem.stage_of[fastest[*a]]].total_cmp(&work[problem.stage_of[fastest[*b]]])
+            };
+            let place = fastest.remove((0..fastest.len()).min_by(least_work)?);
+            sizes[place] += 1;
+            work[problem.stage_of[place]] += mean;
+            left -= 1;
+        }
     }
     Some(sizes)
 }
@@ -41,16 +50,18 @@ fn num_stages(problem: &PartitionProblem) -> usize {
 
 fn balance_stages(problem: &PartitionProblem, split: Vec<StageShare>) -> Vec<StageShare> {
     let slowest_part = problem.slowest(&split) * (1.0 + TOLERANCE);
+    let each = problem.layers.iter().sum::<u64>() / problem.stages.len() as u64;
+    let slowest = |times: &[f64]| times.iter().copied().fold(0.0, f64::max);
+    let mut times = stage_times(problem, &split);
     let mut best = split;
     loop {
-        let times = stage_times(problem, &best);
         let by_time = |a: &usize, b: &usize| times[*a].total_cmp(&times[*b]);
         let (Some(slow), Some(fast)) = ((0..times.len()).max_by(by_time), (0..times.len()).min_by(by_time)) else {
             return best;
         };
         let size = |place: &usize| best[*place].layers.iter().sum::<u64>();
         let on = |stage: usize| (0..best.len()).filter(move |place| problem.stage_of[*place] == stage);
-        let spare = |place: &usize| size(place) > problem.stages[*place].least_layers;
+        let spare = |place: &usize| size(place) > each.max(problem.stages[*place].least_layers);
         let (Some(from), Some(to)) = (on(slow).filter(spare).max_by_key(size), on(fast).min_by_key(size)) else {
             return best;
         };
@@ -58,12 +69,12 @@ fn balance_stages(problem: &PartitionProblem, split: Vec<StageShare>) -> Vec<Sta
         sizes[from] -= 1;
         sizes[to] += 1;
         let moved = shares(problem.layers, &sizes);
-        let slowest = |times: &[f64]| times.iter().copied().fold(0.0, f64::max);
-        let faster = slowest(&stage_times(problem, &moved)) < slowest(&times) * (1.0 - TOLERANCE);
+        let moved_times = stage_times(problem, &moved);
+        let faster = slowest(&moved_times) < slowest(&times) * (1.0 - TOLERANCE);
         if !faster || problem.slowest(&moved) > slowest_part {
             return best;
         }
-        best = moved;
+        (best, times) = (moved, moved_times);
     }
 }
 

@@ -35,11 +35,16 @@ pub fn state_problem(
     };
     let whole_micro_batches = alone && !pipeline.schedule.splits_backward();
     let lines = whole_micro_batches.then(|| MemoryLines::of(pipeline.num_stages, add_memory_at));
+    let mut before = None;
     let stages = (0..pipeline.num_parts()).map(|place| {
         let (stage, part) = pipeline.stage_and_part(place);
         let empty = content_at(place, pipeline, StageShare::default());
         let position = StagePosition::of(pipeline, stage, part);
-        let fixed_time = stage_time(&empty, times, position, transfer, strategy, scenario.machine).total().0;
+        let fixed_time = match before {
+            Some((content, there, time)) if (content, there) == (empty, position) => time,
+            _ => stage_time(&empty, times, position, transfer, strategy, scenario.machine).total().0,
+        };
+        before = Some((empty, position, fixed_time));
         // One of several parts may be the embedding or the head alone.
         let least_layers = u64::from(alone || !(empty.embedding || empty.head));
         let mut terms = StageTerms { least_layers, fixed_time, ..StageTerms::default() };

@@ -6,6 +6,7 @@
 //! micro-batches, the fewest layers among equally fast splits.
 
 use super::balance::split_into_parts;
+use super::bound::{has_room, slowest_lower_bound};
 use super::{LayerCounts, PartitionProblem, Repeats, StageShare};
 
 /// Relative tolerance of time and memory comparisons: sums in another order differ in the last bits.
@@ -25,9 +26,9 @@ pub fn solve_by_threshold(problem: &PartitionProblem) -> Option<Vec<StageShare>>
 /// failure raises its lower end to the least time that would have let any stage take one layer more. The ends meet at
 /// the slowest stage's exact time. Complexity: O(stages · log L) for each limit, of which there are a few tens at most.
 fn least_limit(problem: &PartitionProblem) -> Option<Vec<StageShare>> {
+    let mut low = slowest_lower_bound(problem)?;
     let mut best = fill(problem, f64::INFINITY).ok()?;
     let mut high = problem.slowest(&best);
-    let mut low = problem.mean_time();
     while low < high * (1.0 - TOLERANCE) {
         let middle = low + (high - low) / 2.0;
         match fill(problem, middle) {
@@ -46,7 +47,9 @@ fn least_limit(problem: &PartitionProblem) -> Option<Vec<StageShare>> {
 fn same_on_each_stage(problem: &PartitionProblem) -> Option<Vec<StageShare>> {
     let with = |first| PartitionProblem { repeats: Repeats::First(first), ..problem.clone() };
     let all: u64 = problem.layers.iter().sum();
-    let fits = |first: u64| fill(&with(first), f64::INFINITY).is_ok();
+    let can_fill =
+        |first: u64, limit: f64| has_room(problem, Repeats::First(first), limit) && fill(&with(first), limit).is_ok();
+    let fits = |first: u64| can_fill(first, f64::INFINITY);
     // From one layer on, each more needs less memory; the first needs room to be computed again in.
     let least = if fits(0) { 0 } else { first_allowed(1, all, fits) };
     let mut best = least_limit(&with(least))?;
@@ -59,7 +62,7 @@ fn same_on_each_stage(problem: &PartitionProblem) -> Option<Vec<StageShare>> {
             return Some(best);
         }
         let faster = problem.slowest(&best) * (1.0 - 4.0 * TOLERANCE);
-        if fill(&with(first), faster).is_ok() {
+        if can_fill(first, faster) {
             best = least_limit(&with(first))?;
         }
     }
@@ -105,6 +108,9 @@ pub fn can_split(problem: &PartitionProblem) -> bool {
 
 /// A split that fits.
 fn any_split(problem: &PartitionProblem) -> Option<Vec<StageShare>> {
+    if !has_room(problem, problem.repeats, f64::INFINITY) {
+        return None;
+    }
     match problem.repeats {
         Repeats::SameOnEachStage => {
             let with = |first| PartitionProblem { repeats: Repeats::First(first), ..problem.clone() };

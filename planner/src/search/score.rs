@@ -3,65 +3,41 @@
 use cost_models::memory::StageMemory;
 use cost_models::offload::usable_host_memory;
 use cost_models::step::{
-    BlockTime, CostedBlock, PerBlock, Scenario, StageContent, block_times, costed_blocks, host_memory_of, predict_step,
-    stage_memory_of,
+    BlockTime, CostedBlock, PerBlock, Scenario, StageContent, StepPrediction, block_times, costed_blocks,
+    host_memory_of, predict_step, stage_memory_of,
 };
 use ir::graph::ModelGraph;
 use ir::pipeline::Pipeline;
 use ir::sharding::split_of;
 use ir::strategy::{Recompute, Strategy};
+use ir::units::Bytes;
 
 use super::{Scored, run_lengths, scenario};
 use crate::partition::{
-    LayerCounts, PartitionProblem, StageShare, can_split, recompute_to_fit, solve_by_threshold, solve_evenly,
-    split_evenly, stage_contents, state_problem,
+    LayerCounts, PartitionProblem, StageShare, recompute_to_fit, solve_by_threshold, solve_evenly, split_evenly,
+    stage_contents, state_problem,
 };
 use crate::request::Request;
-use crate::space::Rejection;
 
 /// The fastest split that fits, of those that the stack offers.
-fn fastest_split(scenario: Scenario, problem: &PartitionProblem) -> Option<Vec<StageShare>> {
+pub fn fastest_split(scenario: Scenario, problem: &PartitionProblem) -> Option<Vec<StageShare>> {
     match scenario.machine.stack.offers.uneven_stages {
         true => solve_by_threshold(problem),
         false => solve_evenly(problem),
     }
 }
 
-/// Whether some split of a layout fits into memory, or with several parts a stage the one split that is considered.
-pub fn may_fit(
-    scenario: Scenario,
-    blocks: &PerBlock<CostedBlock>,
-    times: &PerBlock<BlockTime>,
-    strategy: &Strategy,
-    layers: LayerCounts,
-) -> bool {
-    let problem = state_problem(scenario, blocks, times, strategy, layers);
-    match (strategy.virtual_stages, scenario.machine.stack.offers.uneven_stages) {
-        (1, true) => can_split(&problem),
-        (1, false) => solve_evenly(&problem).is_some(),
-        _ => fastest_split(scenario, &problem).is_some_and(|split| split_fits(scenario, blocks, strategy, &split)),
-    }
-}
-
-/// The fastest split of a layout; of several parts a stage whatever memory it needs.
+/// What the parts hold in the fastest split of a layout that fits into memory, of several parts a stage whatever memory
+/// it needs.
 pub fn split_in_time(
     scenario: Scenario,
     blocks: &PerBlock<CostedBlock>,
     times: &PerBlock<BlockTime>,
     strategy: &Strategy,
     layers: LayerCounts,
-) -> Option<Vec<StageShare>> {
-    fastest_split(scenario, &state_problem(scenario, blocks, times, strategy, layers))
-}
-
-/// Whether each stage of a split fits into memory.
-pub fn split_fits(
-    scenario: Scenario,
-    blocks: &PerBlock<CostedBlock>,
-    strategy: &Strategy,
-    split: &[StageShare],
-) -> bool {
-    fits(scenario, blocks, strategy, &contents_of(scenario, blocks, strategy, split))
+) -> Option<Vec<StageContent>> {
+    let split = fastest_split(scenario, &state_problem(scenario, blocks, times, strategy, layers))?;
+    Some(contents_of(scenario, blocks, strategy, &split))
 }
 
 /// What the parts of a split hold, with the layers that parts which share a stage compute again to fit.
@@ -94,28 +70,37 @@ fn on_stages<'a>(strategy: &Strategy, contents: &'a [StageContent]) -> impl Iter
     contents.chunks(strategy.virtual_stages as usize)
 }
 
-fn fits(scenario: Scenario, blocks: &PerBlock<CostedBlock>, strategy: &Strategy, contents: &[StageContent]) -> bool {
+/// Whether each stage fits into the device's memory.
+pub fn fits(
+    scenario: Scenario,
+    blocks: &PerBlock<CostedBlock>,
+    strategy: &Strategy,
+    contents: &[StageContent],
+) -> bool {
     let usable = scenario.machine.usable_memory();
     memory_of(scenario, blocks, strategy, contents).all(|memory| memory.device_use() <= usable)
 }
 
-/// Splits a layout into stages and predicts it.
-///
-/// # Errors
-/// The memory that it does not fit into.
-pub fn score(
+/// Whether each stage's optimizer state fits into its hosts' memory.
+pub fn fits_hosts(
     scenario: Scenario,
     blocks: &PerBlock<CostedBlock>,
-    times: &PerBlock<BlockTime>,
     strategy: &Strategy,
-    layers: LayerCounts,
-) -> Result<Scored, Rejection> {
-    let split = split_in_time(scenario, blocks, times, strategy, layers);
-    let split = split.filter(|split| split_fits(scenario, blocks, strategy, split)).ok_or(Rejection::OutOfMemory)?;
-    let scored = score_split(scenario, blocks, times, strategy, &split);
-    let of_host = usable_host_memory(scenario.machine);
-    let full = of_host.is_some_and(|usable| scored.host_memory > usable);
-    if full { Err(Rejection::OutOfHostMemory) } else { Ok(scored) }
+    contents: &[StageContent],
+) -> bool {
+    let needed = host_memory(scenario, blocks, strategy, contents);
+    usable_host_memory(scenario.machine).is_none_or(|usable| needed <= usable)
+}
+
+/// Host memory of a node with the ranks of the stage that needs the most.
+fn host_memory(
+    scenario: Scenario,
+    blocks: &PerBlock<CostedBlock>,
+    strategy: &Strategy,
+    contents: &[StageContent],
+) -> Bytes {
+    let of_stages = on_stages(strategy, contents).map(|parts| host_memory_of(scenario, blocks, strategy, parts));
+    of_stages.max().unwrap_or_default()
 }
 
 /// Predicts one layout, whether or not it fits: with the split that fits and is fastest, else the fastest.
@@ -189,6 +174,18 @@ pub(super) fn score_split(
     split: &[StageShare],
 ) -> Scored {
     let contents = contents_of(scenario, blocks, strategy, split);
+    let prediction = predict_step(scenario, blocks, times, strategy, &contents);
+    scored(scenario, blocks, strategy, contents, prediction)
+}
+
+/// A layout with its prediction.
+pub(super) fn scored(
+    scenario: Scenario,
+    blocks: &PerBlock<CostedBlock>,
+    strategy: &Strategy,
+    contents: Vec<StageContent>,
+    prediction: StepPrediction,
+) -> Scored {
     Scored {
         strategy: Strategy {
             layers_per_stage: contents.iter().map(|content| content.layers.iter().sum()).collect(),
@@ -198,12 +195,9 @@ pub(super) fn score_split(
             },
             ..strategy.clone()
         },
-        prediction: predict_step(scenario, blocks, times, strategy, &contents),
+        prediction,
         memory: memory_of(scenario, blocks, strategy, &contents).collect(),
-        host_memory: on_stages(strategy, &contents)
-            .map(|parts| host_memory_of(scenario, blocks, strategy, parts))
-            .max()
-            .unwrap_or_default(),
+        host_memory: host_memory(scenario, blocks, strategy, &contents),
         contents,
     }
 }

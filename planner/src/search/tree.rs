@@ -1,22 +1,22 @@
 //! The tree of the search: families of layouts whose blocks are split alike; in a family cases, which have the mesh,
-//! the micro-batch and recomputation in common; in a case layouts, which differ in schedule and sharding.
+//! the micro-batch and recomputation in common; in a case passes, which differ in schedule and parts; with each passes
+//! layouts, which differ in sharding.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, BinaryHeap};
 
 use cost_models::step::{
-    BlockTime, PerBlock, Scenario, StageContent, block_times, costed_blocks, pipeline_lower_bound_of, tail_lower_bound,
+    BlockTime, PerBlock, Scenario, StageContent, block_times, pipeline_lower_bound_of, tail_lower_bound,
 };
 use ir::derivative::undifferentiable;
 use ir::model::FeedForward;
-use ir::sharding::split_of;
-use ir::strategy::{Recompute, Strategy, not_programmed};
+use ir::strategy::{Recompute, Strategy, ZeroStage, not_programmed};
 use ir::units::Seconds;
 
 use super::costs::{CostIndex, Costs};
 use crate::partition::LayerCounts;
 use crate::request::Request;
-use crate::space::{Degrees, OpenMesh, Passes, Space};
+use crate::space::{Degrees, OpenMesh, Space};
 
 /// By how much a bound may exceed a time through sums in another order.
 const TOLERANCE: f64 = 1e-9;
@@ -48,11 +48,41 @@ struct Family {
 pub enum Item {
     /// The costs of its blocks are not computed yet: the index of a family.
     Family(usize),
-    /// Its leaves are not bounded yet.
+    /// Its passes are not bounded yet.
     Case(Case),
-    /// A layout that is not estimated yet: its case, and indices of passes and sharding in its mesh.
-    Layout(Case, usize, usize),
+    /// Its layouts are not bounded yet: its case, and the index of the passes in its mesh.
+    Passes(Case, usize),
+    /// A layout that is not estimated yet.
+    Layout(Leaf),
 }
+
+/// A layout.
+#[derive(Clone, Copy, Debug)]
+pub struct Leaf {
+    /// What it has in common with others.
+    pub case: Case,
+    /// Index of its passes in its mesh.
+    pub passes: usize,
+    /// Index of its sharding in its mesh.
+    pub sharding: usize,
+    /// Its stage split as far as it is known.
+    pub split: Split,
+}
+
+/// How much of a layout's stage split is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Split {
+    /// Nothing.
+    Unknown,
+    /// The layers of several parts a stage; not whether they fit into memory, nor which are computed again to fit.
+    Parts(SplitIndex),
+    /// All, and that it fits.
+    Whole(SplitIndex),
+}
+
+/// Which of the splits that a tree keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SplitIndex(usize);
 
 /// An item with a time that none of its layouts can beat.
 #[derive(Clone, Copy, Debug)]
@@ -75,10 +105,12 @@ pub struct Tree<'a> {
     /// Meshes with their open layouts.
     pub meshes: &'a [OpenMesh],
     families: Vec<Family>,
-    layers: LayerCounts,
+    /// Layers of each run.
+    pub layers: LayerCounts,
     /// Whether programs of the model can be built.
-    pub executable: bool,
+    executable: bool,
     nodes: BinaryHeap<Node>,
+    splits: Vec<Vec<StageContent>>,
     pushed: u64,
 }
 
@@ -105,17 +137,24 @@ impl Ord for Node {
 
 impl<'a> Tree<'a> {
     /// The tree of a space with all families.
-    pub fn new(request: &'a Request, scenario: Scenario<'a>, space: &'a Space, layers: LayerCounts) -> Tree<'a> {
+    pub fn new(
+        request: &'a Request,
+        scenario: Scenario<'a>,
+        space: &'a Space,
+        layers: LayerCounts,
+        costs: &mut Costs,
+    ) -> Tree<'a> {
         let executable = undifferentiable(&request.model).is_none();
         let (meshes, nodes) = (&space.meshes, BinaryHeap::new());
         let families = families_of(meshes);
-        let mut tree = Tree { request, scenario, meshes, families, layers, executable, nodes, pushed: 0 };
+        let splits = Vec::new();
+        let mut tree = Tree { request, scenario, meshes, families, layers, executable, nodes, splits, pushed: 0 };
         for index in 0..tree.families.len() {
             let family = &tree.families[index];
             let layouts = family.meshes.iter().map(|mesh| &meshes[*mesh].layouts);
             let count = layouts.map(|layouts| layouts.count() / layouts.sequence_parallel.len() as u64).sum();
             let first = meshes[family.meshes[0]].degrees.plain(request.workload.global_batch);
-            let bound = tree.family_bound(family) + tree.step_overhead();
+            let bound = tree.family_bound(family, costs) + tree.step_overhead();
             tree.push(bound, count, tree.is_executable(&first), Item::Family(index));
         }
         tree
@@ -126,7 +165,7 @@ impl<'a> Tree<'a> {
     /// A pass of q times as many sequences takes at most q times as long: every product has at most q times the
     /// tiles, all other terms are a constant and a part that is proportional to the sequences, or the larger of such.
     /// So no smaller micro-batch that divides the one costed here makes the work of the whole batch less.
-    fn family_bound(&self, family: &Family) -> Seconds {
+    fn family_bound(&self, family: &Family, costs: &mut Costs) -> Seconds {
         let meshes = || family.meshes.iter().map(|mesh| &self.meshes[*mesh]);
         let sizes = || meshes().flat_map(|mesh| mesh.layouts.passes.iter().map(|passes| passes.micro_batch));
         let degrees = meshes().next().expect("a family has a mesh").degrees;
@@ -142,11 +181,11 @@ impl<'a> Tree<'a> {
         let virtual_stages = parts.max().unwrap_or(1);
         let sequence_parallel = family.sequence_parallel;
         let plain = Strategy { micro_batch, virtual_stages, sequence_parallel, ..plain };
-        let split = split_of(self.scenario.model, &plain).expect("the space holds only degrees that split the model");
-        let blocks = costed_blocks(self.scenario, split, micro_batch);
+        let costs_of = costs.index(&plain);
+        let blocks = costs.blocks(costs_of);
         let whole = StageContent { embedding: true, layers: self.layers, head: true, ..StageContent::default() };
         let pass = |recompute: &Recompute| -> Seconds {
-            let times = block_times(self.scenario, &blocks, &Strategy { recompute: *recompute, ..plain.clone() });
+            let times = block_times(self.scenario, blocks, &Strategy { recompute: *recompute, ..plain.clone() });
             times.parts(&whole).map(|(count, block)| block.pass.total() * count as f64).sum()
         };
         // What a mesh has open of recomputation is the same for all.
@@ -210,7 +249,8 @@ impl<'a> Tree<'a> {
         self.executable && not_programmed(strategy).is_none()
     }
 
-    fn step_overhead(&self) -> Seconds {
+    /// The part of a step that is the same for all layouts.
+    pub fn step_overhead(&self) -> Seconds {
         self.scenario.machine.stack.overhead.step.value
     }
 
@@ -226,40 +266,99 @@ impl<'a> Tree<'a> {
         pipeline_lower_bound_of(self.scenario, blocks, times, self.layers, strategy) + self.step_overhead()
     }
 
-    /// Layouts of a case with one of its passes, by their index.
-    pub fn passes_of(&self, case: Case) -> impl Iterator<Item = (usize, Passes)> + 'a {
-        let passes = self.meshes[case.mesh].layouts.passes.iter().copied().enumerate();
-        passes.filter(move |(_, passes)| passes.micro_batch == case.micro_batch)
+    /// Replaces a case by its passes; gives the layouts of those whose bounds are above `limit` of them, and of those
+    /// that do not fit into memory.
+    ///
+    /// `slowest` is a time of a micro-batch on the slowest stage of passes that hold no less than 1F1B; none if these do
+    /// not fit.
+    pub fn push_passes(
+        &mut self,
+        case: Case,
+        costs: &mut Costs,
+        slowest: Option<f64>,
+        limit: impl Fn(bool) -> f64,
+    ) -> [u64; 2] {
+        let layouts = &self.meshes[case.mesh].layouts;
+        let count = layouts.sharding.len() as u64;
+        let [mut slower, mut full] = [0, 0];
+        for (index, _) in layouts.passes.iter().enumerate().filter(|(_, each)| each.micro_batch == case.micro_batch) {
+            let strategy = self.unsharded(case, index);
+            let executable = self.is_executable(&strategy);
+            let times = costs.times(case.costs, &strategy);
+            let bound = self.pipeline_bound(costs, &times, case, &strategy);
+            let slowest = if strategy.schedule.holds_least() { slowest } else { Some(0.0) };
+            let Some(slowest) = slowest else {
+                full += count;
+                continue;
+            };
+            let passes = Seconds(slowest) * strategy.num_micro_batches() as f64 + self.step_overhead();
+            if is_below(bound.max(passes), limit(executable)) {
+                self.push(bound.max(passes), count, executable, Item::Passes(case, index));
+            } else {
+                slower += count;
+            }
+        }
+        [slower, full]
     }
 
-    /// The case's layout that has this choice of passes and sharding.
-    pub fn strategy(&self, case: Case, passes: usize, sharding: usize) -> Strategy {
-        let OpenMesh { degrees, layouts } = &self.meshes[case.mesh];
-        let plain = degrees.plain(self.request.workload.global_batch);
-        let strategy = layouts.sharding[sharding].on(&layouts.passes[passes].on(&plain));
-        Strategy { sequence_parallel: case.sequence_parallel, recompute: case.recompute, ..strategy }
+    /// The layout of a case with 1F1B and nothing sharded.
+    pub fn plain(&self, case: Case) -> Strategy {
+        let plain = self.meshes[case.mesh].degrees.plain(self.request.workload.global_batch);
+        let Case { micro_batch, sequence_parallel, recompute, .. } = case;
+        Strategy { micro_batch, sequence_parallel, recompute, ..plain }
     }
 
-    /// Pushes the layout of a case with this choice, if its bound is below `limit` of it; gives whether it did.
+    /// The layout of a case with one of its passes and nothing sharded.
+    pub fn unsharded(&self, case: Case, passes: usize) -> Strategy {
+        self.meshes[case.mesh].layouts.passes[passes].on(&self.plain(case))
+    }
+
+    /// A layout's choices, its stage split apart.
+    pub fn strategy(&self, leaf: Leaf) -> Strategy {
+        let sharding = self.meshes[leaf.case.mesh].layouts.sharding[leaf.sharding];
+        sharding.on(&self.unsharded(leaf.case, leaf.passes))
+    }
+
+    /// Keeps a split.
+    pub fn keep(&mut self, split: Vec<StageContent>) -> SplitIndex {
+        self.splits.push(split);
+        SplitIndex(self.splits.len() - 1)
+    }
+
+    /// A split that was kept.
+    pub fn split(&self, index: SplitIndex) -> &[StageContent] {
+        &self.splits[index.0]
+    }
+
+    /// Pushes a layout whose passes take `pipeline` at least, if its bound is below `limit` of it; gives whether it did.
     pub fn push_layout(
         &mut self,
         costs: &mut Costs,
-        case: Case,
-        [passes, sharding]: [usize; 2],
+        leaf: Leaf,
+        pipeline: Seconds,
         limit: impl Fn(bool) -> f64,
     ) -> bool {
-        let strategy = self.strategy(case, passes, sharding);
+        let strategy = self.strategy(leaf);
         let executable = self.is_executable(&strategy);
-        let times = costs.times(case.costs, &strategy);
-        let pipeline = self.pipeline_bound(costs, &times, case, &strategy);
+        let times = costs.times(leaf.case.costs, &strategy);
+        // ZeRO changes the times of passes from stage 2 on.
+        let pipeline = match strategy.zero_stage >= ZeroStage::Gradients {
+            true => pipeline.max(self.pipeline_bound(costs, &times, leaf.case, &strategy)),
+            false => pipeline,
+        };
         if !is_below(pipeline, limit(executable)) {
             return false;
         }
-        let blocks = costs.blocks(case.costs);
+        let blocks = costs.blocks(leaf.case.costs);
         let bound = pipeline + tail_lower_bound(self.scenario, blocks, &times, self.layers, &strategy);
+        self.push_bounded(leaf, bound, executable, limit)
+    }
+
+    /// Pushes a layout with its bound, if that is below `limit` of it; gives whether it did.
+    pub fn push_bounded(&mut self, leaf: Leaf, bound: Seconds, executable: bool, limit: impl Fn(bool) -> f64) -> bool {
         let below = is_below(bound, limit(executable));
         if below {
-            self.push(bound, 1, executable, Item::Layout(case, passes, sharding));
+            self.push(bound, 1, executable, Item::Layout(leaf));
         }
         below
     }

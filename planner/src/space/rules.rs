@@ -127,16 +127,15 @@ pub fn prune_layouts(
     });
 }
 
-/// Whether a layout of a mesh whose recomputed layers are chosen is another open one, and under which rule.
-pub fn repeats_another(layouts: &Layouts, strategy: &Strategy) -> Option<Pruning> {
-    let again: u64 = strategy.recomputed_layers.iter().sum();
-    let equals = |other: Recompute, layers: u64| again == layers && layouts.recompute.contains(&other);
-    match strategy.recompute {
+/// Whether a layout of which so many of all layers are computed again is another open one of its mesh, and under which
+/// rule.
+pub fn repeats_another(layouts: &Layouts, recompute: Recompute, again: u64, layers: u64) -> Option<Pruning> {
+    let open = |other: Recompute| layouts.recompute.contains(&other);
+    match recompute {
         Recompute::None | Recompute::Selective | Recompute::Full => None,
-        Recompute::Partial if equals(Recompute::None, 0) => Some(Pruning::PartialEqualsNone),
-        Recompute::Partial => {
-            equals(Recompute::Full, strategy.layers_per_stage.iter().sum()).then_some(Pruning::PartialEqualsFull)
-        }
+        Recompute::Partial if again == 0 => open(Recompute::None).then_some(Pruning::PartialEqualsNone),
+        Recompute::Partial if again == layers => open(Recompute::Full).then_some(Pruning::PartialEqualsFull),
+        Recompute::Partial => None,
     }
 }
 

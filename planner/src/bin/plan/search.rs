@@ -28,7 +28,7 @@ use planner::report::summary::Heading;
 use planner::report::sweep::{none_fits, sweep_text, sweep_value};
 use planner::report::{json, summary};
 use planner::request::{Request, check_request};
-use planner::search::{Scored, search_watched};
+use planner::search::{Scored, costs, search_remembering};
 use planner::sweep::{counts, sweep};
 use planner::training::training;
 use planner::watch::Watch;
@@ -88,14 +88,15 @@ fn code_of(stop_reason: StopReason) -> u8 {
 /// Searches one number of GPUs and writes the plan.
 fn plan(options: &SearchOptions, request: &Request, graph: &ModelGraph, watch: &Watch) -> Result<Report, Error> {
     let started = Instant::now();
-    let outcome = search_watched(request, graph, watch);
+    let mut costs = costs(request, graph);
+    let outcome = search_remembering(request, graph, watch, &mut costs);
     let proven = outcome.stop_reason == StopReason::Optimal;
     let Some(winner) = outcome.best.first() else {
         return Err(if proven { no_plan(request, graph, &outcome) } else { interrupted(request, &outcome) });
     };
     let mut explanations = explain(request, graph, winner, watch);
     explanations.extend(executable_sentence(&outcome));
-    let advice = advise(request, graph, winner, watch);
+    let advice = advise(request, graph, winner, watch, &mut costs);
     explanations.extend(advice.iter().flat_map(sentences));
     let report = search_report(request, &outcome, explanations);
     let plan = lower(request, graph, winner, report);
