@@ -117,6 +117,12 @@ fn megatron_flags_mean_what_megatron_makes_of_them() {
         ("flag=value", "--micro-batch-size=4", &[("/strategy/micro_batch", "4")]),
         ("a quoted value", "--micro-batch-size '2'", &[("/strategy/micro_batch", "2")]),
         ("sequence parallelism", "--sequence-parallel", &[("/strategy/sequence_parallel", "true")]),
+        (
+            "partly recomputed",
+            "--recompute-granularity full & --recompute-method block & --recompute-num-layers 3",
+            &[("/strategy/recompute", "\"partial\""), ("/strategy/recomputed_layers_per_stage/0", "3")],
+        ),
+        ("optimizer in host memory", "--optimizer-cpu-offload", &[("/strategy/offload_optimizer", "true")]),
         ("a distributed optimizer", "--use-distributed-optimizer", &[("/strategy/zero_stage", "1")]),
         (
             "instances of it",
@@ -239,8 +245,8 @@ fn settings_are_sorted_and_none_is_lost() {
         ("overlapped products", "--tp-comm-overlap & --sequence-parallel", "not_followed", "--tp-comm-overlap"),
         ("other optimizer", "--optimizer muon", "not_followed", "--optimizer"),
         (
-            "partly recomputed",
-            "--recompute-granularity full & --recompute-method block & --recompute-num-layers 3",
+            "recomputed in units",
+            "--recompute-granularity full & --recompute-method uniform & --recompute-num-layers 3",
             "not_followed",
             "--recompute-num-layers",
         ),

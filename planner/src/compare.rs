@@ -11,6 +11,7 @@ use ir::plan::{Estimate, MemoryTerm, Plan, TimeTerm};
 use ir::units::{Bytes, Seconds};
 use serde_json::{Map, Value, json};
 
+use crate::limits;
 use crate::report::json::strategy_value;
 
 /// Tokens in which times are expressed where the steps of both plans hold different numbers.
@@ -199,11 +200,13 @@ fn limit(plan: &Plan) -> Limit {
     let dearest = dearest.map(|(term, found)| (*term, share(found.time))).filter(|(_, share)| *share >= NEGLIGIBLE);
     let stage = estimate.fullest_stage;
     let mut binding = Vec::new();
+    let name = |limit: limits::Limit| limit.describe(stage.0 as usize);
     if memory_share >= FULL {
-        binding.push(format!("memory of stage {}", stage.0));
+        binding.push(name(limits::Limit::Memory));
     }
     if let Some((term, share)) = dearest {
-        binding.push(format!("{} ({:.0} % of the step)", cause(plan, term), share * 100.0));
+        let (limit, term) = (name(cause(plan, term)), term.name().replace('_', " "));
+        binding.push(format!("{limit} ({term}: {:.0} % of the step)", share * 100.0));
     }
     if binding.is_empty() {
         binding.push("matrix products: nothing beside computation takes a twentieth of the step".to_owned());
@@ -212,32 +215,21 @@ fn limit(plan: &Plan) -> Limit {
     Limit { stage, memory_share, dearest, sentence: format!("{}; {memory}", binding.join(" and ")) }
 }
 
-/// The resource behind a term.
-fn cause(plan: &Plan, term: TimeTerm) -> &'static str {
+/// The limit behind a term.
+fn cause(plan: &Plan, term: TimeTerm) -> limits::Limit {
     let strategy = &plan.strategy;
     let domain = plan.inputs.fast_domain_gpus;
     let stage_ranks = strategy.world_size() / strategy.pipeline_parallel;
-    let link = |inside: bool, fast: &'static str, slow: &'static str| if inside { fast } else { slow };
+    let links = |ranks: u64| if ranks <= domain { limits::Limit::FastLinks } else { limits::Limit::Network };
     match term {
-        TimeTerm::Compute => "matrix products",
-        TimeTerm::Recomputation => "memory: recomputation",
-        TimeTerm::TensorCommunication => {
-            link(strategy.tensor_parallel <= domain, "links inside nodes: tensor axis", "network: tensor axis")
-        }
-        TimeTerm::Exchange => link(
-            stage_ranks <= domain,
-            "links inside nodes: context and expert axes",
-            "network: context and expert axes",
-        ),
-        TimeTerm::PipelineCommunication => {
-            link(strategy.world_size() <= domain, "links inside nodes: pipeline", "network: pipeline")
-        }
-        TimeTerm::Bubble => "pipeline bubble",
-        TimeTerm::DataCommunication => {
-            link(stage_ranks <= domain, "links inside nodes: data axis", "network: data axis")
-        }
-        TimeTerm::Optimizer => "memory bandwidth: optimizer",
-        TimeTerm::Overhead => "host: fixed costs of steps and micro-batches",
+        TimeTerm::Compute => limits::Limit::MatmulShape,
+        TimeTerm::Recomputation => limits::Limit::Memory,
+        TimeTerm::TensorCommunication => links(strategy.tensor_parallel),
+        TimeTerm::Exchange | TimeTerm::DataCommunication => links(stage_ranks),
+        TimeTerm::PipelineCommunication => links(strategy.world_size()),
+        TimeTerm::Bubble => limits::Limit::Bubble,
+        TimeTerm::Optimizer => limits::Limit::MemoryBandwidth,
+        TimeTerm::Overhead => limits::Limit::Host,
     }
 }
 

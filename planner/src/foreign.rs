@@ -65,6 +65,8 @@ pub struct Launch {
     /// Layers of each part of the model in the model's order, `pipeline_parallel * virtual_stages` of them; empty where
     /// the configuration leaves it to the program.
     pub layers: Vec<u64>,
+    /// Layers of each part that backward computes again, where `layout.recompute` is `Partial`; fewer of parts with fewer.
+    pub recomputed: u64,
     /// The stack that fits best where the user names none.
     pub stack: &'static str,
     /// Switches of the software that a stack profile has too.

@@ -83,6 +83,17 @@ pub fn machine_of(machine: &Machine, launch: &Launch, origin: &str) -> Result<Ma
     Ok(used)
 }
 
+/// Puts the optimizer of a configuration where it can be predicted: on the device if nothing is known of its host.
+pub fn place_optimizer(launch: &mut Launch, machine: &Machine) {
+    if launch.layout.offload_optimizer && machine.cluster.host.is_none() {
+        launch.layout.offload_optimizer = false;
+        let cluster = &machine.cluster.name;
+        let warning =
+            format!("cluster {cluster} does not say what its hosts have: the optimizer is predicted on the GPU");
+        launch.settings.warnings.push(warning);
+    }
+}
+
 /// What the stack does not offer of a configuration's layout.
 pub fn not_offered(request: &Request, launch: &Launch) -> Vec<String> {
     let layout = &launch.layout;
@@ -93,6 +104,7 @@ pub fn not_offered(request: &Request, launch: &Launch) -> Vec<String> {
         recompute: Some(layout.recompute),
         schedule: Some(layout.schedule),
         sequence_parallel: Some(layout.sequence_parallel),
+        offload_optimizer: layout.offload_optimizer.then_some(true),
         ..FixedChoices::default()
     };
     match check_request(&Request { fixed, ..request.clone() }) {
@@ -123,7 +135,7 @@ fn predict(request: &Request, graph: &ModelGraph, launch: &Launch) -> Option<Pre
     let scored = match launch.layers.as_slice() {
         [] => score_as_run(request, graph, layout)?,
         parts => {
-            let split = shares_of(run_lengths(request), parts);
+            let split = shares_of(run_lengths(request), parts, launch.recomputed);
             score_given_split(request, graph, layout, &split)?
         }
     };
@@ -134,18 +146,23 @@ fn priced(request: &Request, graph: &ModelGraph, scored: Scored) -> Predicted {
     Predicted { estimate: estimate(request, graph, &scored), scored }
 }
 
-/// Layers of each run on each part, in the model's order.
-fn shares_of(mut runs: LayerCounts, parts: &[u64]) -> Vec<StageShare> {
+/// Layers of each run on each part, in the model's order, the first `recomputed` of them computed again.
+fn shares_of(mut runs: LayerCounts, parts: &[u64], recomputed: u64) -> Vec<StageShare> {
     let share = |layers: &u64| {
-        let mut left = *layers;
-        StageShare::from(std::array::from_fn(|run| {
-            let taken = left.min(runs[run]);
-            runs[run] -= taken;
-            left -= taken;
-            taken
-        }))
+        let layers = take(&mut runs, *layers);
+        StageShare { layers, recomputed: take(&mut layers.clone(), recomputed) }
     };
     parts.iter().map(share).collect()
+}
+
+/// Takes the first `count` layers, or all.
+fn take(runs: &mut LayerCounts, mut count: u64) -> LayerCounts {
+    std::array::from_fn(|run| {
+        let taken = count.min(runs[run]);
+        runs[run] -= taken;
+        count -= taken;
+        taken
+    })
 }
 
 /// What switches that the configuration leaves off would gain with the same layout.
@@ -186,7 +203,7 @@ mod tests {
             ([1, 6], &[1, 2, 3, 1], &[[1, 0], [0, 2], [0, 3], [0, 1]]),
         ];
         for (runs, parts, expected) in rows {
-            let found: Vec<LayerCounts> = shares_of(runs, parts).into_iter().map(|share| share.layers).collect();
+            let found: Vec<LayerCounts> = shares_of(runs, parts, 0).into_iter().map(|share| share.layers).collect();
             assert_eq!(found, expected, "{runs:?} in {parts:?}");
         }
     }

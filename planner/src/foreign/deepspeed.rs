@@ -77,7 +77,7 @@ pub fn read_deepspeed(text: &str, origin: &str, launcher: &Launcher) -> Result<L
     refuse(file.problems)?;
     let workload = Workload { global_batch: layout.global_batch, ..step };
     let (format, layers) = (Format::DeepSpeed, Vec::new());
-    Ok(Launch { format, model, workload, layout, layers, stack: STACK, switches, settings, defaults })
+    Ok(Launch { format, model, workload, layout, layers, recomputed: 0, stack: STACK, switches, settings, defaults })
 }
 
 fn names(origin: &str) -> Names {
@@ -235,21 +235,21 @@ fn read_recompute(file: &mut Tree, launcher: &Launcher, defaults: &mut Vec<&'sta
 }
 
 fn read_offload(file: &mut Tree, settings: &mut Settings) -> bool {
-    let mut devices = |path: &'static str, old: &'static str| {
+    let mut device = |path: &'static str, old: &'static str| {
         let device = file.word(path, &["none", "cpu", "nvme"]).unwrap_or("none");
-        file.switch(old).unwrap_or(false) || device != "none"
+        if device == "none" && file.switch(old).unwrap_or(false) { "cpu" } else { device }
     };
-    let optimizer = devices("zero_optimization.offload_optimizer.device", "zero_optimization.cpu_offload");
-    let parameters = devices("zero_optimization.offload_param.device", "zero_optimization.cpu_offload_param");
-    if optimizer {
-        let reason = "the optimizer is predicted on the GPU".to_owned();
-        settings.assumed.push(("zero_optimization.offload_optimizer".to_owned(), reason));
+    let optimizer = device("zero_optimization.offload_optimizer.device", "zero_optimization.cpu_offload");
+    let parameters = device("zero_optimization.offload_param.device", "zero_optimization.cpu_offload_param");
+    if optimizer == "nvme" {
+        let reason = "the optimizer is predicted in host memory".to_owned();
+        settings.assumed.push(("zero_optimization.offload_optimizer.device".to_owned(), reason));
     }
-    if parameters {
+    if parameters != "none" {
         let reason = "parameters are predicted on the GPU".to_owned();
         settings.assumed.push(("zero_optimization.offload_param".to_owned(), reason));
     }
-    optimizer
+    optimizer != "none"
 }
 
 fn read_switches(file: &mut Tree, zero_stage: ZeroStage, sequence_parallel: u64) -> Switches {

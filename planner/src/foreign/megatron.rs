@@ -9,7 +9,7 @@ mod model;
 mod stages;
 
 use ir::model::{Workload, check_model};
-use ir::strategy::{ScheduleKind, Strategy};
+use ir::strategy::{Recompute, ScheduleKind, Strategy};
 
 use super::flags::Flags;
 use super::others::Others;
@@ -55,7 +55,9 @@ pub fn read_megatron(text: &str, origin: &str, launcher: &Launcher) -> Result<La
     };
     let parts = stages::split(&mut flags, fork, &model, &layout, &mut settings);
     let schedule = if parts.virtual_stages > 1 { ScheduleKind::Interleaved } else { layout.schedule };
-    let layout = Strategy { virtual_stages: parts.virtual_stages, schedule, ..layout };
+    let recomputed = stages::recomputed_layers(&mut flags, &parts, &mut settings);
+    let recompute = if recomputed > 0 { Recompute::Partial } else { layout.recompute };
+    let layout = Strategy { virtual_stages: parts.virtual_stages, schedule, recompute, ..layout };
     let sequence_length = layout::read_sequence(&mut flags, &model, launcher);
     let workload = Workload { sequence_length, global_batch: layout.global_batch };
     sort_rest(&mut flags, origin, &mut settings);
@@ -68,7 +70,7 @@ pub fn read_megatron(text: &str, origin: &str, launcher: &Launcher) -> Result<La
     check_launcher(&flags, launcher, &mut settings);
     settings.warnings.append(&mut flags.warnings);
     let (format, stack, layers) = (Format::Megatron, stack_of(fork), parts.layers);
-    Ok(Launch { format, model, workload, layout, layers, stack, switches, settings, defaults })
+    Ok(Launch { format, model, workload, layout, layers, recomputed, stack, switches, settings, defaults })
 }
 
 fn names(origin: &str) -> Names {

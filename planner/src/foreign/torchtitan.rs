@@ -81,7 +81,7 @@ pub fn read_torchtitan(text: &str, origin: &str, launcher: &Launcher) -> Result<
         micro_batch: batch[0],
         global_batch: batch[1],
         virtual_stages: parts.virtual_stages,
-        schedule: if parts.virtual_stages > 1 { ScheduleKind::Interleaved } else { schedule.kind() },
+        schedule: if axes.pipeline > 1 { schedule.kind() } else { ScheduleKind::OneForwardOneBackward },
         recompute: read_recompute(&mut file, &mut settings),
         sequence_parallel: axes.tensor > 1 && tensor_sequence,
         offload_optimizer: read_offload(&mut file, &mut settings),
@@ -100,7 +100,7 @@ pub fn read_torchtitan(text: &str, origin: &str, launcher: &Launcher) -> Result<
     }
     refuse(file.problems)?;
     let (format, layers) = (Format::Torchtitan, parts.layers);
-    Ok(Launch { format, model, workload, layout, layers, stack: STACK, switches, settings, defaults })
+    Ok(Launch { format, model, workload, layout, layers, recomputed: 0, stack: STACK, switches, settings, defaults })
 }
 
 fn names(origin: &str) -> Names {
@@ -266,7 +266,7 @@ fn read_recompute(file: &mut Tree, settings: &mut Settings) -> Recompute {
 fn read_offload(file: &mut Tree, settings: &mut Settings) -> bool {
     let offload = file.switch("training.enable_cpu_offload").unwrap_or(false);
     if offload {
-        let reason = "parameters and optimizer are predicted on the GPU".to_owned();
+        let reason = "the optimizer is predicted in host memory, parameters on the GPU".to_owned();
         settings.assumed.push(("training.enable_cpu_offload".to_owned(), reason));
     }
     offload
@@ -309,11 +309,13 @@ fn read_dtype(file: &mut Tree) -> DType {
 }
 
 impl Schedule {
-    /// The order of micro-batches that stands for it with one part on each stage.
+    /// The order of micro-batches that stands for it.
     fn kind(self) -> ScheduleKind {
         match self {
             Schedule::GPipe => ScheduleKind::GPipe,
-            Schedule::OneForwardOneBackward | Schedule::Interleaved => ScheduleKind::OneForwardOneBackward,
+            Schedule::OneForwardOneBackward => ScheduleKind::OneForwardOneBackward,
+            Schedule::Interleaved => ScheduleKind::Interleaved,
+            Schedule::ZeroBubbleV => ScheduleKind::ZeroBubbleV,
         }
     }
 }

@@ -142,7 +142,9 @@ pub fn score_given_split(
 ) -> Option<Scored> {
     let scenario = scenario(request, graph);
     let (blocks, times) = costs_of(request, scenario, strategy)?;
-    Some(score_split(scenario, &blocks, &times, strategy, split))
+    let contents = stage_contents(strategy, split);
+    let prediction = predict_step(scenario, &blocks, &times, strategy, &contents);
+    Some(scored(scenario, &blocks, strategy, contents, prediction))
 }
 
 /// The stage-partition problem of a layout; `None` if the tensor degree cannot split the model.

@@ -15,7 +15,7 @@ use planner::foreign::torchtitan::read_torchtitan;
 use planner::foreign::{Launch, Launcher};
 use planner::report::score as report;
 use planner::request::{FixedChoices, Request, check_request};
-use planner::score::{machine_of, not_offered, score};
+use planner::score::{machine_of, not_offered, place_optimizer, score};
 
 use crate::Printed;
 use crate::arguments::{DEFAULT_CLUSTER, RecomputeOption, ScoreOptions};
@@ -28,6 +28,7 @@ const FILE_MARK: char = '@';
 pub fn run(options: &ScoreOptions) -> Printed {
     let (mut launch, origin) = read_launch(options)?;
     let machine = read_machine(options, &launch)?;
+    place_optimizer(&mut launch, &machine);
     let request = Request {
         model: launch.model.clone(),
         origin: origin.clone(),

@@ -111,12 +111,7 @@ fn reads_offload(flags: &mut Flags, settings: &mut Settings) -> bool {
     if let Some(optimizer) = flags.text("--optimizer").filter(|optimizer| optimizer != "adam") {
         settings.assumed.push(("--optimizer".to_owned(), format!("{optimizer} is predicted as Adam")));
     }
-    let offloaded = flags.has_any(&["--optimizer-cpu-offload", "--cpu-optimizer"]);
-    if offloaded {
-        let reason = "the optimizer is predicted on the GPU".to_owned();
-        settings.assumed.push(("--optimizer-cpu-offload".to_owned(), reason));
-    }
-    offloaded
+    flags.has_any(&["--optimizer-cpu-offload", "--cpu-optimizer"])
 }
 
 fn read_zero_stage(flags: &mut Flags, fork: Fork, stages: u64, settings: &mut Settings) -> ZeroStage {

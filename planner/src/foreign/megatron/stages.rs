@@ -50,7 +50,6 @@ pub(super) fn split(
     if parts.virtual_stages > 1 {
         check_interleaving(flags, fork, numbers, layout, settings);
     }
-    note_blocks(flags, &parts, settings);
     parts
 }
 
@@ -304,17 +303,14 @@ fn check_interleaving(flags: &mut Flags, fork: Fork, numbers: Numbers, layout: &
     }
 }
 
-/// Notes where only some layers are recomputed.
-fn note_blocks(flags: &mut Flags, parts: &Parts, settings: &mut Settings) {
+/// Layers of each part that are recomputed where that is not all of them; 0 elsewhere.
+pub(super) fn recomputed_layers(flags: &mut Flags, parts: &Parts, settings: &mut Settings) -> u64 {
     let method = flags.word("--recompute-method", &["uniform", "block"]);
     let number = flags.count("--recompute-num-layers").unwrap_or(1);
     let most = parts.layers.iter().max().copied().unwrap_or(0);
-    if method == Some("block") && number < most {
-        let reason = format!("recomputation of {number} of up to {most} layers is predicted as that of all");
-        settings.assumed.push(("--recompute-num-layers".to_owned(), reason));
-    }
     if method == Some("uniform") && number > 1 {
         let reason = format!("units of {number} layers are predicted as single ones, which keep more inputs");
         settings.assumed.push(("--recompute-num-layers".to_owned(), reason));
     }
+    if method == Some("block") && number < most { number } else { 0 }
 }

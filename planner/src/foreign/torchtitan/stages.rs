@@ -21,6 +21,8 @@ pub(super) enum Schedule {
     OneForwardOneBackward,
     /// Several parts of the model on each stage.
     Interleaved,
+    /// Two parts, down the stages and back, with weight gradients that wait.
+    ZeroBubbleV,
 }
 
 /// Parts of the model on each stage, and layers of each part in the model's order.
@@ -37,10 +39,16 @@ pub(super) fn read_schedule(file: &mut Tree, stages: u64, settings: &mut Setting
     let schedule = match word {
         "GPipe" => Schedule::GPipe,
         "1F1B" => Schedule::OneForwardOneBackward,
+        "ZBVZeroBubble" | "DualPipeV" => Schedule::ZeroBubbleV,
         _ => Schedule::Interleaved,
     };
-    if stages > 1 && schedule == Schedule::Interleaved && word != "Interleaved1F1B" {
-        settings.assumed.push((PATH.to_owned(), format!("{word} is predicted as Interleaved1F1B")));
+    let predicted = match word {
+        "LoopedBFS" | "InterleavedZeroBubble" => Some("Interleaved1F1B"),
+        "DualPipeV" => Some("ZBVZeroBubble"),
+        _ => None,
+    };
+    if let Some(other) = predicted.filter(|_| stages > 1) {
+        settings.assumed.push((PATH.to_owned(), format!("{word} is predicted as {other}")));
     }
     schedule
 }
@@ -58,15 +66,21 @@ pub(super) fn split(file: &mut Tree, model: &ModelSpec, stages: u64, schedule: S
         return Parts { virtual_stages: 1, layers: Vec::new() };
     }
     let items = model.num_layers + ends[0] + ends[1];
-    let interleaved = schedule == Schedule::Interleaved;
+    let several = matches!(schedule, Schedule::Interleaved | Schedule::ZeroBubbleV);
     let number = match each {
         Some(each) => items.div_ceil(each),
-        None if interleaved => stages * INTERLEAVED_PARTS,
+        None if several => stages * INTERLEAVED_PARTS,
         None => stages,
     };
-    if !number.is_multiple_of(stages) || (number > stages) != interleaved || number > model.num_layers {
+    let fits = match schedule {
+        Schedule::GPipe | Schedule::OneForwardOneBackward => number == stages,
+        Schedule::Interleaved => number > stages && number.is_multiple_of(stages),
+        Schedule::ZeroBubbleV => number == 2 * stages,
+    };
+    if !fits || number > model.num_layers {
         let what = format!("{number} parts of {} layers for {stages} stages", model.num_layers);
-        let help = "give layers a stage so that each stage has one part, or with an interleaved schedule several";
+        let help =
+            "give layers a stage so that each stage has one part, with an interleaved schedule several, two of a V";
         file.refuse(what, PATH, help);
         return Parts { virtual_stages: 1, layers: Vec::new() };
     }
