@@ -22,6 +22,7 @@ use petgraph::visit::EdgeRef;
 
 use crate::collective::{CollectiveKind, Placement, collective_time, copies_across, exchange_time};
 use crate::machine::Machine;
+pub use kept::{BlockStructure, block_structure};
 use kept::{add_kept, inputs, leaves, needs_inputs, needs_output};
 use products::{launches, product_times, products};
 use weight_inputs::weight_inputs;
@@ -90,6 +91,8 @@ pub struct BlockCase<'a> {
     pub dtype: DType,
     /// The machine.
     pub machine: &'a Machine,
+    /// What of the block depends on neither split nor extents.
+    pub structure: &'a BlockStructure,
 }
 
 /// Costs one execution of a block.
@@ -225,7 +228,8 @@ struct Kernel {
 
 /// Memory-bound kernels of a block, neighbours joined where the stack fuses them.
 fn elementwise_kernels(block: &Block, case: BlockCase) -> Vec<Kernel> {
-    let fused = fused_groups(block, case).into_values().filter_map(|members| elementwise_kernel(block, members, case));
+    let kernels = case.structure.kernels.iter().cloned();
+    let fused = kernels.filter_map(|members| elementwise_kernel(block, members, case));
     fused.chain(dropout_kernel(block, case)).collect()
 }
 
@@ -248,14 +252,14 @@ fn dropped_weights(block: &Block, case: BlockCase) -> Option<(NodeIndex, f64, f6
 }
 
 /// Operators by the kernel that computes them. A kernel that keeps what enters it converts that itself.
-fn fused_groups(block: &Block, case: BlockCase) -> BTreeMap<usize, Vec<NodeIndex>> {
-    let fused = &case.machine.stack.kernels.fused;
+fn fused_groups(block: &Block, machine: &Machine) -> BTreeMap<usize, Vec<NodeIndex>> {
+    let fused = &machine.stack.kernels.fused;
     let mut sets = UnionFind::<usize>::new(block.graph.node_count());
     for edge in block.graph.edge_references() {
         let [from, to] = [&block.graph[edge.source()], &block.graph[edge.target()]];
         let same = from.fusion.is_some() && from.fusion == to.fusion;
         let joined = to.fusion.is_some_and(|fusion| fused.contains(&fusion));
-        let converted = from.kind == OperatorKind::Cast && case.machine.stack.kernels.fused_keep_inputs;
+        let converted = from.kind == OperatorKind::Cast && machine.stack.kernels.fused_keep_inputs;
         if joined && (same || converted) {
             sets.union(edge.source().index(), edge.target().index());
         }

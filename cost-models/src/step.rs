@@ -17,7 +17,7 @@ use ir::sharding::TensorSplit;
 use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
 use ir::units::{Bytes, Seconds};
 
-use crate::block::{BlockCase, BlockCost, block_cost};
+use crate::block::{BlockCase, BlockCost, BlockStructure, block_cost, block_structure};
 use crate::collective::{CollectiveKind, Placement, collective_time, place, send_time};
 use crate::machine::Machine;
 use crate::memory::state_bytes;
@@ -130,7 +130,11 @@ impl<T: Copy> PerBlock<T> {
 
 /// Costs all blocks of a model for a split and a micro-batch.
 pub fn costed_blocks(scenario: Scenario, split: TensorSplit, micro_batch: u64) -> PerBlock<CostedBlock> {
-    costed_blocks_by(scenario.graph, |block| costed_block(scenario, block, split, micro_batch))
+    let costed = |block: &Block| {
+        let structure = block_structure(block, scenario.machine);
+        costed_block(scenario, block, &structure, split, micro_batch)
+    };
+    costed_blocks_by(scenario.graph, costed)
 }
 
 /// The blocks of a model as `costed` gives them.
@@ -147,9 +151,16 @@ pub fn costed_blocks_by(graph: &ModelGraph, mut costed: impl FnMut(&Block) -> Co
     blocks
 }
 
-/// Costs one block for a split and a micro-batch.
-pub fn costed_block(scenario: Scenario, block: &Block, split: TensorSplit, micro_batch: u64) -> CostedBlock {
+/// Costs one block, whose structure is known, for a split and a micro-batch.
+pub fn costed_block(
+    scenario: Scenario,
+    block: &Block,
+    structure: &BlockStructure,
+    split: TensorSplit,
+    micro_batch: u64,
+) -> CostedBlock {
     let Scenario { model, workload, machine, .. } = scenario;
+    let dtype = model.dtype;
     let degree = split.tensor_parallel;
     let per_domain = machine.fast_domain_gpus().min(degree);
     let tensor_group = Placement { size: degree, per_domain, domains: degree.div_ceil(per_domain) };
@@ -158,7 +169,7 @@ pub fn costed_block(scenario: Scenario, block: &Block, split: TensorSplit, micro
     let at = |axis, size| place(&family(axis, size), machine.fast_domain_gpus());
     let context_group = at(Axis::Context, split.context_parallel);
     let expert_group = at(Axis::Data, split.expert_parallel);
-    let case = BlockCase { split, tensor_group, context_group, expert_group, extents, dtype: model.dtype, machine };
+    let case = BlockCase { split, tensor_group, context_group, expert_group, extents, dtype, machine, structure };
     CostedBlock {
         cost: block_cost(block, case),
         parameters: split.local_block_parameters(block),

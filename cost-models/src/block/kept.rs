@@ -7,29 +7,54 @@ use petgraph::Direction;
 use petgraph::graph::NodeIndex;
 
 use super::{BlockCase, BlockCost, dropped_weights, fused_groups, is_repeated_product, whole_activation};
+use crate::machine::Machine;
 
-/// Tensors that backward reads: kept from forward unless they are recomputed.
-pub(super) fn add_kept(block: &Block, case: BlockCase, cost: &mut BlockCost) {
-    let flash = case.machine.stack.kernels.flash_attention;
-    let groups: Vec<Vec<NodeIndex>> = fused_groups(block, case).into_values().collect();
-    let mut kept: Vec<NodeIndex> = groups.iter().flat_map(|members| kept_by(block, members, case)).collect();
+/// What of a block depends on its graph and the software alone, whatever the split and the micro-batch.
+#[derive(Clone, Debug)]
+pub struct BlockStructure {
+    /// Operators by the kernel that computes them.
+    pub(super) kernels: Vec<Vec<NodeIndex>>,
+    /// Tensors that backward reads.
+    kept: Vec<NodeIndex>,
+    /// Those that remain where backward computes again what the stack selects.
+    selected: Vec<NodeIndex>,
+    /// Tensors whose gradients are alive together, for each operator or kernel.
+    alive: Vec<Vec<NodeIndex>>,
+}
+
+/// The structure of a block under a machine's software.
+pub fn block_structure(block: &Block, machine: &Machine) -> BlockStructure {
+    let flash = machine.stack.kernels.flash_attention;
+    let kernels: Vec<Vec<NodeIndex>> = fused_groups(block, machine).into_values().collect();
+    let mut kept: Vec<NodeIndex> = kernels.iter().flat_map(|members| kept_by(block, members, machine)).collect();
     kept.sort_unstable();
     kept.dedup();
     let inside_core = |node: &NodeIndex| block.graph[*node].attention_core && block.graph[*node].name != "context";
     kept.retain(|node| !(flash && inside_core(node)));
-    let bytes = |nodes: &[NodeIndex]| nodes.iter().map(|node| Bytes(case.bytes(block, *node) as u64)).sum();
-    cost.kept = bytes(&kept);
-    cost.kept_selected = match case.machine.stack.kernels.selective_recompute {
-        SelectiveRecompute::AttentionCore => {
-            kept.retain(|node| !inside_core(node));
-            bytes(&kept)
-        }
-        SelectiveRecompute::EverySecondProduct => cost.input + bytes(&saved_products(block)),
+    let selected = match machine.stack.kernels.selective_recompute {
+        SelectiveRecompute::AttentionCore => kept.iter().copied().filter(|node| !inside_core(node)).collect(),
+        SelectiveRecompute::EverySecondProduct => saved_products(block),
     };
-    if let Some((_, weights, mask)) = dropped_weights(block, case).filter(|_| !flash) {
+    let alive = kernels.iter().flat_map(|members| alive_together(block, members, machine)).collect();
+    BlockStructure { kernels, kept, selected, alive }
+}
+
+/// Tensors that backward reads: kept from forward unless they are recomputed.
+pub(super) fn add_kept(block: &Block, case: BlockCase, cost: &mut BlockCost) {
+    let kernels = &case.machine.stack.kernels;
+    let bytes = |nodes: &[NodeIndex]| nodes.iter().map(|node| Bytes(case.bytes(block, *node) as u64)).sum();
+    cost.kept = bytes(&case.structure.kept);
+    cost.kept_selected = bytes(&case.structure.selected);
+    if kernels.selective_recompute == SelectiveRecompute::EverySecondProduct {
+        cost.kept_selected += cost.input;
+    }
+    if let Some((_, weights, mask)) = dropped_weights(block, case).filter(|_| !kernels.flash_attention) {
         cost.kept += Bytes((weights + mask) as u64);
     }
-    cost.workspace = groups.iter().map(|members| workspace_of(block, members, case)).max().unwrap_or_default();
+    let gradients = |tensors: &Vec<NodeIndex>| {
+        Bytes(tensors.iter().map(|node| whole_activation(block, *node, case)).sum::<f64>() as u64)
+    };
+    cost.workspace = case.structure.alive.iter().map(gradients).max().unwrap_or_default();
 }
 
 /// What selective recomputation of every second product saves: results of the others, and of attention.
@@ -44,8 +69,8 @@ fn saved_products(block: &Block) -> Vec<NodeIndex> {
 }
 
 /// Activations that the backward pass of one kernel's operators reads.
-fn kept_by(block: &Block, members: &[NodeIndex], case: BlockCase) -> Vec<NodeIndex> {
-    let mut kept = match is_one_kernel(members, case) {
+fn kept_by(block: &Block, members: &[NodeIndex], machine: &Machine) -> Vec<NodeIndex> {
+    let mut kept = match is_one_kernel(members, machine) {
         true => kept_by_kernel(block, members),
         false => members.iter().flat_map(|node| kept_by_operator(block, *node)).collect(),
     };
@@ -54,8 +79,8 @@ fn kept_by(block: &Block, members: &[NodeIndex], case: BlockCase) -> Vec<NodeInd
 }
 
 /// Whether operators share a kernel that computes in backward again what lies between its inputs and outputs.
-fn is_one_kernel(members: &[NodeIndex], case: BlockCase) -> bool {
-    members.len() > 1 && case.machine.stack.kernels.fused_keep_inputs
+fn is_one_kernel(members: &[NodeIndex], machine: &Machine) -> bool {
+    members.len() > 1 && machine.stack.kernels.fused_keep_inputs
 }
 
 fn kept_by_operator(block: &Block, node: NodeIndex) -> Vec<NodeIndex> {
@@ -91,33 +116,30 @@ pub(super) fn inputs(block: &Block, members: &[NodeIndex]) -> Vec<NodeIndex> {
     inputs
 }
 
-/// Gradients of a kernel's results and operands, alive together in its backward.
-fn workspace_of(block: &Block, members: &[NodeIndex], case: BlockCase) -> Bytes {
-    match is_one_kernel(members, case) {
-        true => {
-            let outputs = members.iter().filter(|node| leaves(block, **node, members)).copied();
-            gradients(block, outputs.chain(inputs(block, members)).collect(), members, case)
-        }
-        false => {
-            let each = |node: &NodeIndex| {
-                let tensors = block.operands(*node).into_iter().chain([*node]).collect();
-                gradients(block, tensors, &[*node], case)
-            };
-            members.iter().map(each).max().unwrap_or_default()
-        }
+/// Results and operands of a kernel, or of each of its operators, whose gradients are alive together in its backward;
+/// none where a flash kernel computes them.
+fn alive_together(block: &Block, members: &[NodeIndex], machine: &Machine) -> Vec<Vec<NodeIndex>> {
+    let activations = |mut tensors: Vec<NodeIndex>| {
+        tensors.retain(|node| !block.graph[*node].is_parameter());
+        tensors
+    };
+    if is_one_kernel(members, machine) {
+        let outputs = members.iter().filter(|node| leaves(block, **node, members)).copied();
+        let tensors = outputs.chain(inputs(block, members)).collect();
+        let has_gradients = has_gradients(block, members, machine);
+        return has_gradients.then(|| activations(tensors)).into_iter().collect();
     }
+    let with_gradients = members.iter().filter(|node| has_gradients(block, &[**node], machine));
+    with_gradients.map(|node| activations(block.operands(*node).into_iter().chain([*node]).collect())).collect()
 }
 
-/// Bytes of the gradients of `tensors`, which surround operators; none where a flash kernel computes them.
-fn gradients(block: &Block, tensors: Vec<NodeIndex>, members: &[NodeIndex], case: BlockCase) -> Bytes {
+/// Whether operators have gradients as tensors.
+fn has_gradients(block: &Block, members: &[NodeIndex], machine: &Machine) -> bool {
     let source =
         |node: &NodeIndex| matches!(block.graph[*node].kind, OperatorKind::Input | OperatorKind::Parameter { .. });
-    let flash = case.machine.stack.kernels.flash_attention;
-    if members.iter().all(source) || (flash && members.iter().all(|node| block.graph[*node].attention_core)) {
-        return Bytes(0);
-    }
-    let activations = tensors.into_iter().filter(|node| !block.graph[*node].is_parameter());
-    Bytes(activations.map(|node| whole_activation(block, node, case)).sum::<f64>() as u64)
+    let flash = machine.stack.kernels.flash_attention;
+    let inside_flash = flash && members.iter().all(|node| block.graph[*node].attention_core);
+    !(members.iter().all(source) || inside_flash)
 }
 
 /// Whether an operator's backward reads its operands.

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use cost_models::block::{BlockStructure, block_structure};
 use cost_models::pipeline::{StageTime, pipeline_time};
 use cost_models::step::{BlockTime, CostedBlock, PerBlock, Scenario, block_times, costed_block, costed_blocks_by};
 use ir::graph::{Block, BlockRole};
@@ -20,6 +21,7 @@ pub struct Costs<'a> {
     scenario: Scenario<'a>,
     indices: BTreeMap<(TensorSplit, u64), CostIndex>,
     blocks: Vec<PerBlock<CostedBlock>>,
+    structures: BTreeMap<BlockRole, BlockStructure>,
     costed: BTreeMap<(BlockRole, TensorSplit, u64), CostedBlock>,
     times: BTreeMap<(usize, Recompute, [bool; 2]), PerBlock<BlockTime>>,
     pipelines: Pipelines,
@@ -33,8 +35,10 @@ impl<'a> Costs<'a> {
     /// No costs yet.
     pub fn new(scenario: Scenario<'a>) -> Costs<'a> {
         let pipelines = Pipelines::default();
+        let structure = |block: &Block| (block.role, block_structure(block, scenario.machine));
+        let structures = scenario.graph.blocks.iter().map(structure).collect();
         let (indices, costed, times) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        Costs { scenario, indices, blocks: Vec::new(), costed, times, pipelines }
+        Costs { scenario, indices, blocks: Vec::new(), structures, costed, times, pipelines }
     }
 
     /// The costs of a layout's blocks, which are computed if no layout before had them.
@@ -46,7 +50,8 @@ impl<'a> Costs<'a> {
                 let spreads = split.local_expert_parameters(block) > 0;
                 let split = TensorSplit { expert_parallel: if spreads { split.expert_parallel } else { 1 }, ..split };
                 let key = (block.role, split, strategy.micro_batch);
-                let cost = || costed_block(self.scenario, block, split, strategy.micro_batch);
+                let structure = &self.structures[&block.role];
+                let cost = || costed_block(self.scenario, block, structure, split, strategy.micro_batch);
                 *self.costed.entry(key).or_insert_with(cost)
             };
             self.blocks.push(costed_blocks_by(self.scenario.graph, costed));
