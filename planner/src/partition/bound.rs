@@ -73,5 +73,6 @@ fn most_layers(problem: &PartitionProblem, repeats: Repeats, stage: &StageTerms,
         }
         Repeats::SameOnEachStage | Repeats::PerStage => none_again,
     };
-    (most.max(0.0) * (1.0 + TOLERANCE)).floor()
+    // Truncated to whole layers.
+    (most.max(0.0) * (1.0 + TOLERANCE)) as u64 as f64
 }

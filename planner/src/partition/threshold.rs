@@ -27,7 +27,10 @@ pub fn solve_by_threshold(problem: &PartitionProblem) -> Option<Vec<StageShare>>
 /// the slowest stage's exact time. Complexity: O(stages · log L) for each limit, of which there are a few tens at most.
 fn least_limit(problem: &PartitionProblem) -> Option<Vec<StageShare>> {
     let mut low = slowest_lower_bound(problem)?;
-    let mut best = fill(problem, f64::INFINITY).ok()?;
+    // Stages are rarely slower than they must be by more than a layer.
+    let layers = problem.layer_time.iter().zip(problem.repeat_time).map(|(layer, again)| layer + again);
+    let near = low + layers.fold(0.0, f64::max);
+    let mut best = fill(problem, near).or_else(|_| fill(problem, f64::INFINITY)).ok()?;
     let mut high = problem.slowest(&best);
     while low < high * (1.0 - TOLERANCE) {
         let middle = low + (high - low) / 2.0;
