@@ -36,8 +36,10 @@ const CHUNK: usize = WORDS * BLOCKS;
 /// An endless sequence of random numbers, each reachable by its index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stream {
-    key: [u32; 2],
-    counter_high: [u32; 2],
+    /// Key of the generator.
+    pub key: [u32; 2],
+    /// Upper half of every counter.
+    pub counter_high: [u32; 2],
 }
 
 /// Philox4x32-10 of a counter under a key.

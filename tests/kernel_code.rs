@@ -1,0 +1,206 @@
+//! Every kernel in fp32 and bf16 as machine code for sm_80, sm_90 and sm_100, compiled where there is no GPU.
+//!
+//! No kernel may need memory for what registers should hold, no cube more shared memory than the architecture has, and
+//! kernels must move memory 16 bytes at a time. `docs/kernels.md` holds the numbers;
+//! `BLESS=1` writes it anew. `PLANWRIGHT_CUDA` names the folder of the packages `nvidia-cuda-nvcc-cu12`,
+//! `nvidia-cuda-runtime-cu12` and `nvidia-cuda-cccl-cu12`; NVRTC must be found as `libnvrtc.so`.
+
+use std::path::{Path, PathBuf};
+use std::{env, fs};
+
+use kernels::activation::{bias_gelu, bias_gelu_gradient, swiglu, swiglu_gradient};
+use kernels::attention::{Attention, attention, attention_gradient};
+use kernels::dropout::{Mask, dropout};
+use kernels::norm::{Norm, norm, norm_gradient};
+use kernels::optimizer::{AdamW, State, WeightDecay, adamw, sum_of_squares};
+use kernels::ptx::{Code, Registers, Toolkit, compile, list, shared_memory_limit};
+use kernels::rotary::{Heads, Turns, rotary};
+use kernels::softmax::{Scores, masked_softmax, masked_softmax_gradient};
+use kernels::{Element, ListedKernel, Queue, embedding, loss};
+
+const ARCHITECTURES: [u32; 3] = [80, 90, 100];
+/// Tokens of the kernels that are compiled; nothing but the number of cubes depends on it.
+const TOKENS: usize = 2048;
+
+/// Kernels whose time is that of the memory they move, in vectors.
+fn moves_memory(kernel: &str) -> bool {
+    !matches!(kernel, "sum_kernel" | "rescale_kernel" | "losses_kernel")
+}
+
+fn toolkit() -> Toolkit {
+    let folder = env::var_os("PLANWRIGHT_CUDA").map(PathBuf::from);
+    let folder = folder.expect("PLANWRIGHT_CUDA names the folder of the CUDA packages");
+    let includes = ["cuda_runtime/include", "cuda_cccl/include"].map(|part| folder.join(part));
+    Toolkit { includes: includes.into(), ptxas: folder.join("cuda_nvcc/bin/ptxas") }
+}
+
+/// Kernels of a model's layers, by the width of its residual stream.
+fn send_layer_kernels(queue: &Queue, element: Element, columns: usize) {
+    let rows = || queue.buffer(TOKENS * columns, element);
+    let [row, sums] = [queue.buffer(columns, element), queue.buffer(columns, Element::Single)];
+    bias_gelu(queue, &rows(), &row, &rows());
+    bias_gelu_gradient(queue, [&rows(), &row, &rows()], &rows(), &sums, false);
+    swiglu(queue, [&rows(), &rows()], &rows());
+    swiglu_gradient(queue, [&rows(), &rows(), &rows()], [&rows(), &rows()]);
+    let mask =
+        Mask { key: [1, 2], counter_high: [3, 4], probability: 0.1, first_sequence: 0, positions: (0, TOKENS as u32) };
+    dropout(queue, &mask, [1, TOKENS, columns], &rows(), Some(&rows()), &rows());
+    for centered in [true, false] {
+        let settings = Norm { centered, epsilon: 1e-5, columns };
+        let bias = centered.then_some(&row);
+        norm(queue, &settings, &rows(), Some((&rows(), &rows())), &row, bias, &rows());
+        let total = (&sums, centered.then_some(&sums));
+        norm_gradient(queue, &settings, [&rows(), &row, &rows()], Some(&rows()), &rows(), total, true);
+    }
+    let ids = queue.buffer(TOKENS, Element::Index);
+    embedding::lookup(queue, &queue.buffer(1000 * columns, element), columns, &ids, 0, &rows());
+    embedding::lookup_gradient(queue, &ids, &rows(), 0, &queue.buffer(1000 * columns, Element::Single));
+}
+
+/// Kernels of attention without matrix products, by the number of keys.
+fn send_score_kernels(queue: &Queue, element: Element, keys: usize) {
+    let scores = Scores { heads: 2, positions: 64, keys };
+    let all = || queue.buffer(2 * 64 * keys, element);
+    masked_softmax(queue, &scores, 0.125, [&all(), &queue.buffer(2, Element::Single)], &all());
+    masked_softmax_gradient(queue, &scores, 0.125, [&all(), &all()], &all());
+}
+
+/// Kernels of the attention core.
+fn send_attention_kernels(queue: &Queue, element: Element, width: usize) {
+    let core = Attention {
+        sequences: 1,
+        positions: 1024,
+        heads: 2,
+        queries: 2,
+        head_width: width,
+        value_width: width,
+        scale: 0.125,
+    };
+    let [query, keys] = [4, 2].map(|heads| queue.buffer(1024 * heads * width, element));
+    let [slopes, logarithms] = [4, 4096].map(|count| queue.buffer(count, Element::Single));
+    let operands = [&query, &keys, &keys, &slopes];
+    attention(queue, &core, operands, &query, &logarithms);
+    attention_gradient(queue, &core, operands, [&query, &logarithms, &query], [&query, &keys, &keys]);
+}
+
+/// Kernels of which there is one for all models.
+fn send_other_kernels(queue: &Queue, element: Element) {
+    let heads = || queue.buffer(TOKENS * 12 * 64, element);
+    let turns = Turns::new(queue, TOKENS, 64, 10_000.0);
+    rotary(queue, &turns, Heads { between: 12, back: false }, &heads(), &heads());
+    let vocabulary = loss::Vocabulary { start: 0, columns: 50_304, used: 50_257 };
+    let (logits, ids) = (queue.buffer(TOKENS * 50_304, element), queue.buffer(TOKENS, Element::Index));
+    let numbers = [(); 4].map(|()| queue.buffer(TOKENS, Element::Single));
+    let of = loss::Statistics { largest: &numbers[0], sum: &numbers[1], picked: &numbers[2] };
+    loss::statistics(queue, &vocabulary, &logits, &ids, of);
+    loss::rescale(queue, of, &numbers[3]);
+    loss::losses(queue, of, &numbers[3]);
+    loss::gradient(queue, &vocabulary, &logits, &ids, of, &numbers[3]);
+    let shard = || queue.buffer(1 << 20, Element::Single);
+    let settings = AdamW { learning_rate: 1e-3, beta1: 0.9, beta2: 0.95, epsilon: 1e-8, step: 1 };
+    let decay = WeightDecay::new(queue, &[(1 << 20, 0.1)]);
+    let [master, first, second] = [(); 3].map(|()| shard());
+    let parameter = (element == Element::Brain).then(|| queue.buffer(1 << 20, element));
+    let state = State { master: &master, first: &first, second: &second, parameter: parameter.as_ref() };
+    adamw(queue, &settings, &decay, &shard(), &queue.buffer(1, Element::Single), state);
+    sum_of_squares(queue, &queue.buffer(1 << 20, element), &queue.buffer(1, Element::Single), false);
+}
+
+/// Kernels of one architecture with what they were made for.
+fn kernels(architecture: u32) -> Vec<(String, ListedKernel)> {
+    let mut kernels: Vec<(String, ListedKernel)> = Vec::new();
+    let mut take = |what: String, send: &dyn Fn(&Queue)| {
+        let list = list(architecture);
+        send(&Queue::List(&list));
+        kernels.extend(list.into_kernels().into_iter().map(|kernel| (what.clone(), kernel)));
+    };
+    for (element, name) in [(Element::Single, "fp32"), (Element::Brain, "bf16")] {
+        for columns in [768, 1600, 4096, 8192, 14_336] {
+            take(format!("{name}, {columns} columns"), &|queue| send_layer_kernels(queue, element, columns));
+        }
+        for keys in [1024, 8192] {
+            take(format!("{name}, {keys} keys"), &|queue| send_score_kernels(queue, element, keys));
+        }
+        for width in [64, 128] {
+            take(format!("{name}, heads of {width}"), &|queue| send_attention_kernels(queue, element, width));
+        }
+        take(name.to_owned(), &|queue| send_other_kernels(queue, element));
+    }
+    kernels
+}
+
+/// Accesses to global memory of 16 bytes, and others.
+fn accesses(code: &Code) -> (usize, usize) {
+    let is_access = |line: &&str| line.contains("ld.global") || line.contains("st.global");
+    let wide = |line: &&str| [".v4.b32", ".v4.f32", ".v4.u32", ".v2.b64", ".v2.u64"].iter().any(|it| line.contains(it));
+    let lines: Vec<&str> = code.ptx.lines().filter(is_access).collect();
+    let wide = lines.iter().filter(|line| wide(line)).count();
+    (wide, lines.len() - wide)
+}
+
+const HEAD: &str = "\
+# Machine code of the GPU kernels
+
+For each architecture: registers that a unit needs; registers and bytes of stack as ptxas assembles the kernel left
+alone; bytes of shared memory of a cube; accesses to global memory of 16 bytes and others in the code. With the
+registers that it needs no kernel has a stack. Left alone, ptxas keeps a few bytes in memory where one more cube then
+fits beside; how drivers choose is not known here, and none of these kernels has run on a GPU.
+
+Written by `BLESS=1 cargo test -p kernels --features ptx --test kernel_code`, with NVRTC and ptxas 12.9.86.
+
+| Kernel | For | Units | sm_80 | sm_90 | sm_100 |
+|---|---|---|---|---|---|
+";
+
+/// The table's cell of a kernel, and what is wrong with it.
+fn cell(kernel: &ListedKernel, architecture: u32, toolkit: &Toolkit) -> (String, Option<String>) {
+    let code = match compile(kernel, architecture, toolkit) {
+        Ok(code) => code,
+        Err(error) => return (String::new(), Some(error.to_string())),
+    };
+    let (wide, narrow) = accesses(&code);
+    let Code { needed, assembled, shared_memory, .. } = code;
+    let problem = if needed.stack > 0 {
+        Some(format!("{} bytes of stack", needed.stack))
+    } else if shared_memory > shared_memory_limit(architecture) {
+        Some(format!("{shared_memory} bytes of shared memory"))
+    } else if wide == 0 && moves_memory(kernel.name) {
+        Some("no access of 16 bytes".to_owned())
+    } else {
+        None
+    };
+    let Registers { count, stack } = assembled;
+    (format!(" {}; {count}, {stack} B; {shared_memory} B; {wide}/{narrow} |", needed.count), problem)
+}
+
+#[test]
+fn kernels_fit_registers_and_move_whole_vectors() {
+    let toolkit = toolkit();
+    let mut table = String::from(HEAD);
+    let mut problems = Vec::new();
+    let columns = ARCHITECTURES.map(kernels);
+    for row in 0..columns[0].len() {
+        let (what, kernel) = &columns[0][row];
+        let mut line = format!("| {} | {what} | {} |", kernel.name, kernel.units);
+        for (architecture, column) in ARCHITECTURES.into_iter().zip(&columns) {
+            let (cell, problem) = cell(&column[row].1, architecture, &toolkit);
+            line += &cell;
+            problems.extend(problem.map(|problem| format!("{}, {what}, sm_{architecture}: {problem}", kernel.name)));
+        }
+        if !table.contains(&line) {
+            table = table + &line + "\n";
+        }
+    }
+    assert!(problems.is_empty(), "{}\n{table}", problems.join("\n"));
+    compare(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/kernels.md"), &table);
+}
+
+fn compare(path: &Path, table: &str) {
+    if env::var_os("BLESS").is_some() {
+        fs::create_dir_all(path.parent().expect("it lies in a folder")).expect("folders can be made");
+        fs::write(path, table).expect("the table can be written");
+    }
+    let kept = fs::read_to_string(path).unwrap_or_default();
+    let differs = table.lines().zip(kept.lines()).find(|(new, old)| new != old);
+    assert!(kept == table, "{} is out of date (BLESS=1 renews it): {differs:?}", path.display());
+}
