@@ -1,8 +1,10 @@
 //! `plan models`, `plan clusters`, `plan stacks`: what is built in, with sources.
 
 use hardware_profiles::cluster::Nics;
+use hardware_profiles::stack::Offers;
 use hardware_profiles::{builtin_clusters, builtin_stacks, find_device};
 use ir::graph::count_parameters;
+use ir::strategy::ScheduleKind;
 use planner::examples::builtin_models;
 use planner::report::table;
 use serde_json::{Value, json};
@@ -69,6 +71,18 @@ pub fn clusters(as_json: bool) -> Printed {
     Ok(table(&columns, rows) + "\n" + &sources)
 }
 
+/// What is planned only where it is asked for.
+const ON_REQUEST: &str = "on request";
+
+/// Schedules that are searched, and those that are planned on request.
+fn schedules(offers: &Offers) -> String {
+    let searched = offers.searched_schedules();
+    let (always, asked): (Vec<ScheduleKind>, Vec<ScheduleKind>) =
+        offers.schedules.iter().partition(|schedule| searched.contains(schedule));
+    let names = |kinds: &[ScheduleKind]| kinds.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(" ");
+    if asked.is_empty() { names(&always) } else { format!("{}, {ON_REQUEST} {}", names(&always), names(&asked)) }
+}
+
 /// Lists the stacks.
 pub fn stacks(as_json: bool) -> Printed {
     let stacks = builtin_stacks()?;
@@ -88,9 +102,12 @@ pub fn stacks(as_json: bool) -> Printed {
                 yes(offers.tensor_parallel),
                 yes(offers.pipeline_parallel),
                 yes(offers.sequence_parallel),
-                yes(offers.context_parallel.is_some()),
+                match (offers.context_parallel.is_some(), offers.searches_context_parallel()) {
+                    (true, false) => ON_REQUEST.to_owned(),
+                    (offered, _) => yes(offered),
+                },
                 yes(offers.expert_parallel.is_some()),
-                offers.schedules.iter().map(|schedule| schedule.name()).collect::<Vec<_>>().join(" "),
+                schedules(offers),
                 zero.join(" "),
                 yes(stack.kernels.flash_attention),
             ]
