@@ -4,6 +4,7 @@
 //! dims the tensor axis splits says what is reduced, and which neighbours one kernel computes together
 //! says what passes through memory.
 
+mod context;
 mod kept;
 mod products;
 mod weight_inputs;
@@ -11,7 +12,7 @@ mod weight_inputs;
 use std::collections::BTreeMap;
 
 use hardware_profiles::device::{MatmulFormat, OperatorClass};
-use hardware_profiles::stack::{ContextExchange, SelectiveRecompute};
+use hardware_profiles::stack::SelectiveRecompute;
 use ir::graph::{Block, BlockRole, DimName, DropoutSite, Extents, Fusion, Operator, OperatorKind};
 use ir::model::DType;
 use ir::sharding::TensorSplit;
@@ -22,6 +23,7 @@ use petgraph::visit::EdgeRef;
 
 use crate::collective::{CollectiveKind, Placement, collective_time, copies_across, exchange_time};
 use crate::machine::Machine;
+use context::context_exchange_times;
 pub use kept::{BlockStructure, block_structure};
 use kept::{add_kept, inputs, leaves, needs_inputs, needs_output};
 use products::{launches, product_times, products};
@@ -44,6 +46,8 @@ pub struct BlockCost {
     pub weight_gradients: Seconds,
     /// The part of `forward` that is the attention core.
     pub attention_core: Seconds,
+    /// The part of `backward` that is the attention core.
+    pub attention_core_backward: Seconds,
     /// Tensor-axis collectives of the forward pass.
     pub forward_communication: Seconds,
     /// Tensor-axis collectives of the backward pass.
@@ -52,9 +56,11 @@ pub struct BlockCost {
     pub forward_kernels: u64,
     /// Kernels of the backward pass.
     pub backward_kernels: u64,
-    /// Exchanges of the context and the expert axis in the forward pass; backward has as many.
+    /// Exchanges of the context and the expert axis in the forward pass.
     pub exchange: Seconds,
-    /// The part of it that is the expert axis's, of which other micro-batches may hide some.
+    /// The same in the backward pass.
+    pub exchange_backward: Seconds,
+    /// The part of either that is the expert axis's, of which other micro-batches may hide some.
     pub expert_exchange: Seconds,
     /// The part of `forward` that full recomputation repeats.
     pub repeated: Seconds,
@@ -102,7 +108,8 @@ pub fn block_cost(block: &Block, case: BlockCase) -> BlockCost {
     add_computation(block, case, &repeated, &mut cost);
     add_communication(block, case, &repeated, &mut cost);
     cost.expert_exchange = expert_exchange_time(block, case);
-    cost.exchange = cost.expert_exchange + context_exchange_time(block, case, cost.attention_core);
+    let [forward, backward] = context_exchange_times(block, case, [cost.attention_core, cost.attention_core_backward]);
+    (cost.exchange, cost.exchange_backward) = (cost.expert_exchange + forward, cost.expert_exchange + backward);
     cost.weight_inputs = weight_inputs(block, case);
     add_kept(block, case, &mut cost);
     cost
@@ -163,6 +170,7 @@ fn add_computation(block: &Block, case: BlockCase, repeated: &[bool], cost: &mut
         cost.backward_kernels += 2 * launches;
         if product.attention_core {
             cost.attention_core += forward;
+            cost.attention_core_backward += input_gradient + weight_gradient;
         }
         if repeated[product.node.index()] {
             cost.repeated += forward;
@@ -178,6 +186,7 @@ fn add_computation(block: &Block, case: BlockCase, repeated: &[bool], cost: &mut
         cost.backward_kernels += u64::from(kernel.backward.0 > 0.0);
         if kernel.attention_core {
             cost.attention_core += kernel.forward;
+            cost.attention_core_backward += kernel.backward;
         }
         if kernel.members.iter().any(|node| repeated[node.index()]) {
             cost.repeated += kernel.forward;
@@ -197,8 +206,10 @@ fn add_computation(block: &Block, case: BlockCase, repeated: &[bool], cost: &mut
         cost.backward_kernels += launched;
         cost.forward += forward;
         let measured = case.machine.device.flash_attention_backward.as_ref();
-        cost.backward += forward * measured.map_or(FLASH_BACKWARD_PER_FORWARD, |ratio| ratio.value);
+        let backward = forward * measured.map_or(FLASH_BACKWARD_PER_FORWARD, |ratio| ratio.value);
+        cost.backward += backward;
         cost.attention_core += forward;
+        cost.attention_core_backward += backward;
         cost.repeated += forward;
     }
 }
@@ -424,33 +435,6 @@ fn expert_exchange_time(block: &Block, case: BlockCase) -> Seconds {
         exchange_time(Bytes(bytes as u64), far, group, case.machine) * 2.0
     };
     routed.map(time).sum()
-}
-
-/// Time of the context axis's exchange of one pass that attention does not cover.
-///
-/// A ring sends each rank's keys and values to all others beside the computation; an all_to_all exchanges
-/// queries, keys, values and contexts before and after it.
-fn context_exchange_time(block: &Block, case: BlockCase, attention: Seconds) -> Seconds {
-    let ranks = case.split.context_parallel;
-    if ranks == 1 {
-        return Seconds(0.0);
-    }
-    let keys = block.graph.node_indices().filter(|node| block.graph[*node].kind == OperatorKind::AsKeys);
-    let keys_and_values: f64 = keys.map(|node| case.bytes(block, node)).sum();
-    let group = case.context_group;
-    match case.machine.stack.overlap.context {
-        ContextExchange::Ring => {
-            let whole = Bytes((keys_and_values * ranks as f64) as u64);
-            let ring = collective_time(CollectiveKind::AllGather, whole, group, case.machine);
-            Seconds((ring.0 - attention.0).max(0.0))
-        }
-        ContextExchange::AllToAll => {
-            let context = block.graph.node_indices().find(|node| block.graph[*node].name == "context");
-            let queries = context.map_or(0.0, |node| case.bytes(block, node));
-            let bytes = Bytes((2.0 * queries + keys_and_values) as u64);
-            exchange_time(bytes, group.far_share(), group, case.machine)
-        }
-    }
 }
 
 /// Bytes of an activation that is not split along the sequence.

@@ -208,19 +208,21 @@ fn block_time(scenario: Scenario, block: CostedBlock, strategy: &Strategy, recom
         Recompute::Selective => (cost.selected, Seconds(0.0)),
         Recompute::Full | Recompute::Partial => (cost.repeated, cost.repeated_communication),
     };
-    let exchanges = match recompute {
-        Recompute::None | Recompute::Selective => 2.0,
-        Recompute::Full | Recompute::Partial => 3.0,
+    let repetitions = match recompute {
+        Recompute::None | Recompute::Selective => 0.0,
+        Recompute::Full | Recompute::Partial => 1.0,
     };
     let accumulation = gradient_accumulation_time(scenario, block.parameters, strategy);
-    let exchange = cost.exchange - cost.expert_exchange * hidden_exchange(scenario.machine, strategy);
+    let hidden = cost.expert_exchange * hidden_exchange(scenario.machine, strategy);
+    let exchange = cost.exchange - hidden;
+    let exchange_backward = cost.exchange_backward - hidden + exchange * repetitions;
     let forward = cost.forward + cost.forward_communication + exchange;
     let backward = cost.backward
         + accumulation
         + cost.backward_communication
         + recomputation
         + repeated_communication
-        + exchange * (exchanges - 1.0);
+        + exchange_backward;
     let [waits, waits_back] = host_waits(scenario, &cost, strategy, recompute, [forward, backward]);
     let (forward, backward) = (forward + waits, backward + waits_back);
     let [data_forward, data_backward] = sharded_state_time(scenario, block, strategy, [forward, backward]);
@@ -228,7 +230,7 @@ fn block_time(scenario: Scenario, block: CostedBlock, strategy: &Strategy, recom
         compute: cost.forward + cost.backward + accumulation + waits + waits_back,
         recomputation,
         tensor: cost.forward_communication + cost.backward_communication + repeated_communication,
-        exchange: exchange * exchanges,
+        exchange: exchange + exchange_backward,
         data: data_forward + data_backward,
         pass: StageTime {
             forward: forward + data_forward,
