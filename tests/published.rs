@@ -145,6 +145,17 @@ fn micro_batches_tuned_to_the_largest_that_fits_are_called_possible() {
 }
 
 #[test]
+fn blooms_tuning_ran_where_it_is_said_to_fit() {
+    let validated = validate(rows());
+    let ran = |row: &&Validated| row.row.source.ends_with("(tr11)") && !row.row.measured.out_of_memory;
+    let ran: Vec<&Validated> = validated.iter().filter(ran).collect();
+    assert!(ran.len() > 90, "the table has BLOOM's tuning");
+    for row in ran {
+        assert!(row.prediction.as_ref().is_ok_and(|found| found.fits), "{} ran", row.row.id);
+    }
+}
+
+#[test]
 fn runs_that_ended_out_of_memory_are_called_so() {
     let validated = validate(rows());
     let fits = |row: &&Validated| row.prediction.as_ref().is_ok_and(|found| found.fits);

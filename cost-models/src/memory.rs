@@ -82,8 +82,11 @@ pub struct StageMemory {
     pub gathered: Bytes,
     /// Communicators' buffers, which no framework's allocator sees.
     pub buffers: Bytes,
-    /// Held by the allocator above live tensors.
+    /// Held by the allocator above live tensors: what it gives back when memory runs short is not counted where there
+    /// is no room for it.
     pub slack: Bytes,
+    /// The part of `slack` that it cannot give back.
+    pub least_slack: Bytes,
     /// The driver's context.
     pub context: Bytes,
 }
@@ -157,9 +160,15 @@ pub fn stage_memory(
         gathered,
         buffers: profile.communication_buffers.value,
         slack: Bytes(0),
+        least_slack: Bytes(0),
         context: machine.device.context_memory.value,
     };
-    memory.slack = memory.allocator_peak().scale(profile.allocator_slack.value);
+    let room = machine.usable_memory().0.saturating_sub(memory.least_use().0);
+    let most = profile.allocator_slack.value;
+    let least = profile.least_slack.as_ref().map_or(most, |least| least.value.min(most));
+    let [least, most] = [least, most].map(|share| memory.allocator_peak().scale(share));
+    memory.least_slack = least;
+    memory.slack = Bytes(room).max(least).min(most);
     memory
 }
 
@@ -178,6 +187,12 @@ impl StageMemory {
     /// As the driver counts it.
     pub fn device_use(&self) -> Bytes {
         self.allocator_peak() + self.slack + self.buffers + self.context
+    }
+
+    /// The least with which a rank does not fail: `device_use` is within the usable memory where this is. Linear in
+    /// the tensors, which `device_use` is not.
+    pub fn least_use(&self) -> Bytes {
+        self.allocator_peak() + self.least_slack + self.buffers + self.context
     }
 
     /// By term, for the plan file.
@@ -223,6 +238,30 @@ mod tests {
         let whole = model_state(1_000_000_000, MIXED, ZeroStage::None, 4).optimizer;
         let shard = model_state(1_000_000_000, MIXED, ZeroStage::OptimizerState, 4).optimizer;
         assert_eq!((whole, shard), (Bytes(12_000_000_000), Bytes(3_000_000_000)));
+    }
+
+    #[test]
+    fn cached_blocks_are_given_back_before_memory_runs_out() {
+        let cluster = hardware_profiles::find_cluster("jean-zay-a100-80gb", "test").expect("it is built in");
+        let device = hardware_profiles::find_device(&cluster.device, "test").expect("it is built in");
+        let stack = hardware_profiles::find_stack("megatron-deepspeed-2022", "test").expect("it is built in");
+        let format = hardware_profiles::device::MatmulFormat::Model;
+        let mut machine = Machine { node_gpus: 8, matmul_format: format, device, cluster, stack };
+        let used = |gib: u64, machine: &Machine| {
+            let load = StageLoad { activations: Bytes(gib << 30), ..StageLoad::default() };
+            stage_memory(load, ZeroStage::None, Shards { dense: 1, expert: 1 }, DType::FP16, machine)
+        };
+        let usable = machine.usable_memory();
+        for gib in [10, 60, 65, 71, 76, 90] {
+            let memory = used(gib, &machine);
+            let slack = Bytes(gib << 30).scale(machine.stack.memory.allocator_slack.value);
+            let rest = memory.device_use() - memory.slack;
+            assert_eq!(memory.device_use() <= usable, memory.least_use() <= usable, "{gib} GiB");
+            assert_eq!(memory.slack == slack, rest + slack <= usable, "{gib} GiB");
+        }
+        assert!(used(71, &machine).device_use() <= usable && used(76, &machine).device_use() > usable);
+        machine.stack.memory.least_slack = None;
+        assert!(used(65, &machine).device_use() > usable, "without it all of the slack is needed");
     }
 
     #[test]

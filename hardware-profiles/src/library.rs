@@ -194,6 +194,9 @@ pub(crate) fn check_stack(stack: &StackProfile, origin: &str) -> Vec<Problem> {
         ("offers.schedules", stack.offers.schedules.is_empty()),
     ];
     let mut problems = check_positive(origin, &[("kernels.matmul_speed", stack.kernels.matmul_speed.value)]);
+    if let Some(least) = &memory.least_slack {
+        problems.extend(check_at_most(origin, "memory.least_slack", least.value, memory.allocator_slack.value));
+    }
     problems.extend(shares.iter().filter_map(|(field, share)| check_at_most(origin, field, *share, 1.0)));
     problems.extend(check_positive(origin, &copies));
     let occupancy = stack.overlap.occupancy.as_ref().map_or(0.0, |time| time.value);

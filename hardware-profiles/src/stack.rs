@@ -303,8 +303,12 @@ pub struct MemoryBehaviour {
     /// added to the accumulated one (NVIDIA/TransformerEngine, pytorch/module/base.py, get_dummy_wgrad).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub gradient_placeholders: bool,
-    /// Share that the allocator holds above the live tensors.
+    /// Share that the allocator holds above the live tensors while there is room.
     pub allocator_slack: Sourced<f64>,
+    /// The share that stays when memory runs short, since the allocator gives cached blocks back before it fails
+    /// (pytorch/pytorch, c10/cuda/CUDACachingAllocator.cpp, release_cached_blocks); `allocator_slack` where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub least_slack: Option<Sourced<f64>>,
     /// Buffers of communicators and fused reductions.
     pub communication_buffers: Sourced<Bytes>,
     /// Share of the device's memory that a plan leaves free.

@@ -29,7 +29,7 @@ pub fn state_problem(
     let add_memory_at = |terms: &mut StageTerms, place, states| {
         let bytes = |share| {
             let content = content_at(place, pipeline, share);
-            stage_memory_holding(scenario, blocks, strategy, &[content], states).device_use().0 as f64
+            stage_memory_holding(scenario, blocks, strategy, &[content], states).least_use().0 as f64
         };
         add_memory(terms, layers, partial, bytes);
     };
