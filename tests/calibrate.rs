@@ -86,12 +86,16 @@ fn synthetic_rows(truth: &Subject) -> Vec<Row> {
 fn four_runs_find_a_machine_that_differs() {
     let base = subject("dgx-a100-80gb", "megatron-core-2024");
     type Change = (&'static str, fn(&mut Subject));
-    let changes: [Change; 4] = [
+    let changes: [Change; 5] = [
         ("slow products", |s| s.stack.kernels.matmul_speed.value *= 0.75),
         ("slow network", |s| s.cluster.inter.efficiency.value *= 0.35),
         ("slow host and products", |s| {
             s.stack.kernels.matmul_speed.value *= 0.85;
             s.stack.overhead.micro_batch.value = Seconds(0.03);
+        }),
+        ("half the links, large buffers", |s| {
+            s.cluster.intra.efficiency.value *= 0.5;
+            s.stack.memory.communication_buffers.value = Bytes(6 << 30);
         }),
         ("half the network, large buffers", |s| {
             s.cluster.inter.efficiency.value *= 0.5;

@@ -13,7 +13,7 @@ use crate::fitting::Free;
 pub const NOISE: f64 = 0.03;
 
 /// Least squared effect of a constant's spread on the runs, relative to their noise, for which it is fitted.
-const LEAST_SHOWN: f64 = 0.5;
+const LEAST_SHOWN: f64 = 0.1;
 
 /// A constant that runs may decide.
 #[derive(Clone, Copy)]
@@ -46,7 +46,7 @@ pub const TIME: [Constant; 12] = [
     Constant { name: "stack kernels.attention_speed", spread: 0.3, range: (0.1, 4.0), number: |m| Some(Number::Ratio(or_one(&mut m.stack.kernels.attention_speed))) },
     Constant { name: "stack kernels.experts.grouped_speed", spread: 0.3, range: (0.1, 4.0), number: |m| Some(Number::Ratio(&mut m.stack.kernels.experts.as_mut()?.grouped_speed)) },
     Constant { name: "stack kernels.low_precision.speed", spread: 0.2, range: (0.1, 4.0), number: |m| Some(Number::Ratio(&mut m.stack.kernels.low_precision.as_mut()?.speed)) },
-    Constant { name: "cluster intra.efficiency", spread: 0.3, range: (0.05, 1.2), number: |m| Some(Number::Ratio(&mut m.cluster.intra.efficiency)) },
+    Constant { name: "cluster intra.efficiency", spread: 0.5, range: (0.05, 1.2), number: |m| Some(Number::Ratio(&mut m.cluster.intra.efficiency)) },
     Constant { name: "cluster inter.efficiency", spread: 0.5, range: (0.05, 1.2), number: |m| Some(Number::Ratio(&mut m.cluster.inter.efficiency)) },
     Constant { name: "stack overlap.gradient_reduction", spread: 0.3, range: (0.0, 1.0), number: |m| Some(Number::Ratio(&mut m.stack.overlap.gradient_reduction)) },
     Constant { name: "stack overlap.parameter_gather", spread: 0.3, range: (0.0, 1.0), number: |m| Some(Number::Ratio(&mut m.stack.overlap.parameter_gather)) },
