@@ -38,11 +38,11 @@ const STATED: [&str; 6] = [
 const STATED_TIME: f64 = 4.8;
 /// Mean absolute errors of peak memory by source, in per cent.
 const MEMORY: [(&str, f64); 2] =
-    [("MooreThreads/SimuMax (B200 real runs)", 1.0), ("bigscience-workshop/bigscience (tr11)", 4.9)];
+    [("MooreThreads/SimuMax (B200 real runs)", 1.0), ("bigscience-workshop/bigscience (tr11)", 4.6)];
 /// Kendall's tau and regret of the pick on BLOOM's tuning of 25 February.
 const BLOOM_ORDER: (f64, f64) = (0.72, 0.012);
 /// Mean regret of the pick over all sweeps.
-const MEAN_REGRET: f64 = 0.027;
+const MEAN_REGRET: f64 = 0.0262;
 /// Frameworks and accelerators of published runs that this table does not have, each with a year.
 const OTHER_NAMES: [(&str, u64); 14] = [
     ("torchtitan (FSDP2)", 2025),
@@ -147,7 +147,8 @@ fn micro_batches_tuned_to_the_largest_that_fits_are_called_possible() {
 #[test]
 fn blooms_tuning_ran_where_it_is_said_to_fit() {
     let validated = validate(rows());
-    let ran = |row: &&Validated| row.row.source.ends_with("(tr11)") && !row.row.measured.out_of_memory;
+    let of_bloom = |row: &&Validated| row.row.source.ends_with("(tr11)") && row.prediction.is_ok();
+    let ran = |row: &&Validated| of_bloom(row) && !row.row.measured.out_of_memory;
     let ran: Vec<&Validated> = validated.iter().filter(ran).collect();
     assert!(ran.len() > 90, "the table has BLOOM's tuning");
     for row in ran {

@@ -7,6 +7,7 @@ pub mod cluster;
 pub mod cluster_file;
 pub mod device;
 pub mod files;
+pub mod interval;
 pub mod library;
 pub mod run_names;
 pub mod sourced;

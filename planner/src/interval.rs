@@ -2,16 +2,11 @@
 
 use cost_models::machine::Machine;
 use hardware_profiles::device::MatmulFormat;
+use hardware_profiles::interval::interval_widths;
 use hardware_profiles::stack::ComparedRuns;
 use ir::model::DType;
 use ir::units::Seconds;
 
-/// By how much an interval is wider where cells that decide time are blank: the 90th percentile of the errors of such
-/// runs over that of the others, which `planner/examples/fit.rs --folds` shows.
-pub const BLANK: f64 = 1.05;
-/// By how much an interval is wider outside what was compared: the 90th percentile of the errors of whole sources that
-/// were left out of a fit, in widths of their stacks, which `planner/examples/fit.rs --folds` shows.
-pub const OUTSIDE: f64 = 3.0;
 /// Widest half interval, relative to the prediction.
 const MOST_WIDTH: f64 = 0.9;
 
@@ -40,8 +35,9 @@ pub fn interval(step: Seconds, circumstances: Circumstances) -> (Seconds, Second
 fn half_width(circumstances: Circumstances) -> f64 {
     let stack = &circumstances.machine.stack;
     let outside = stack.compared.as_ref().is_some_and(|compared| is_outside(compared, circumstances));
-    let blank = if circumstances.open { BLANK } else { 1.0 };
-    let outside = if outside { OUTSIDE } else { 1.0 };
+    let widths = interval_widths();
+    let blank = if circumstances.open { widths.blank.value } else { 1.0 };
+    let outside = if outside { widths.outside.value } else { 1.0 };
     (stack.relative_error_90.value * blank * outside).min(MOST_WIDTH)
 }
 
@@ -84,12 +80,14 @@ mod tests {
             most_gpus: 512,
         });
         let mut machine = Machine { node_gpus: 8, matmul_format: MatmulFormat::Model, device, cluster, stack };
+        let [blank, outside] = [&interval_widths().blank, &interval_widths().outside].map(|width| width.value);
+        assert!(blank >= 1.0 && outside > blank, "{blank} {outside}");
         let rows = [
             (512, DType::BF16, None, false, 0.1),
-            (512, DType::BF16, Some("Megatron-DeepSpeed"), true, 0.1 * BLANK),
-            (520, DType::BF16, None, false, 0.1 * OUTSIDE),
-            (512, DType::FP16, None, false, 0.1 * OUTSIDE),
-            (512, DType::BF16, Some("another"), true, 0.1 * OUTSIDE * BLANK),
+            (512, DType::BF16, Some("Megatron-DeepSpeed"), true, 0.1 * blank),
+            (520, DType::BF16, None, false, 0.1 * outside),
+            (512, DType::FP16, None, false, 0.1 * outside),
+            (512, DType::BF16, Some("another"), true, 0.1 * outside * blank),
         ];
         for (gpus, dtype, framework, open, expected) in rows {
             let found = half_width(Circumstances { machine: &machine, dtype, gpus, framework, open });
@@ -97,6 +95,6 @@ mod tests {
         }
         machine.device.name = "another".to_owned();
         let other = Circumstances { machine: &machine, dtype: DType::BF16, gpus: 8, framework: None, open: false };
-        assert!((half_width(other) - 0.1 * OUTSIDE).abs() < 1e-12);
+        assert!((half_width(other) - 0.1 * outside).abs() < 1e-12);
     }
 }
