@@ -83,7 +83,8 @@ fn alignment(shape: MatmulShape, machine: &Machine) -> f64 {
     match () {
         _ if n.is_multiple_of(64) && k.is_multiple_of(64) => 1.0,
         _ if n.is_multiple_of(8) && k.is_multiple_of(8) => misaligned.eights.value,
-        _ => misaligned.odd.value,
+        _ if shape.batch > 1.0 => misaligned.odd.value,
+        _ => misaligned.odd_alone.value,
     }
 }
 

@@ -124,8 +124,10 @@ pub struct MatmulProfile {
 pub struct Misaligned {
     /// Multiples of 8 elements, but not of 64.
     pub eights: Sourced<f64>,
-    /// No multiples of 8 elements: rows do not begin at 16 bytes.
+    /// No multiples of 8 elements, so that rows do not begin at 16 bytes, in batches of small products: attention's.
     pub odd: Sourced<f64>,
+    /// The same in a large product by itself: a vocabulary's.
+    pub odd_alone: Sourced<f64>,
 }
 
 /// Extents of a result at which half of the maximum is lost to packing operands and to narrow tiles.
