@@ -137,11 +137,11 @@ pub fn split_lower_bound(
     strategy: &Strategy,
     contents: &[StageContent],
 ) -> Seconds {
-    let parts = part_times(scenario, times, strategy, contents, transfer_time(scenario, strategy, blocks));
+    let transfer = transfer_time(scenario, strategy, blocks);
+    let parts = part_times(scenario, times, strategy, contents, transfer);
     let stages = stage_totals(Pipeline::of(strategy), &parts);
     let tail = longest_tail(scenario, strategy, blocks, contents, &stages);
-    let passes = passes_lower_bound(scenario, blocks, times, strategy, contents);
-    passes + tail.total() + scenario.machine.stack.overhead.step.value
+    passes_of_parts(scenario, strategy, &parts, transfer) + tail.total() + scenario.machine.stack.overhead.step.value
 }
 
 /// The part of [`split_lower_bound`] from the first to the last pass.
@@ -154,8 +154,12 @@ pub fn passes_lower_bound(
 ) -> Seconds {
     let transfer = transfer_time(scenario, strategy, blocks);
     let parts = part_times(scenario, times, strategy, contents, transfer);
+    passes_of_parts(scenario, strategy, &parts, transfer)
+}
+
+fn passes_of_parts(scenario: Scenario, strategy: &Strategy, parts: &[StageTime], transfer: Seconds) -> Seconds {
     let blocked = blocking(transfer, strategy, scenario.machine);
-    pipeline_lower_bound(Pipeline::of(strategy), &parts, transfer - blocked)
+    pipeline_lower_bound(Pipeline::of(strategy), parts, transfer - blocked)
 }
 
 fn whole(layers: [u64; MAX_LAYER_RUNS]) -> StageContent {
