@@ -9,6 +9,8 @@ mod attention;
 mod device;
 #[path = "kernels/elementwise.rs"]
 mod elementwise;
+#[path = "support/random.rs"]
+mod random;
 #[path = "kernels/rows.rs"]
 mod rows;
 #[path = "kernels/update.rs"]

@@ -1,5 +1,8 @@
 //! Every operator on odd shapes, in both number formats, against the interpreter in fp64.
 
+#[path = "support/random.rs"]
+mod random;
+
 use ir::graph::DimName::{
     self, HeadDim, Hidden, Intermediate, KeySequence, KeyValueHeads, MicroBatch, Position, QueriesPerKeyValue,
     Sequence, ValueDim, Vocabulary,
@@ -13,6 +16,8 @@ use runtime::operators::{
     attention_gradients,
 };
 use runtime::tensor::{Format, Memory, Tensor, size_of};
+
+use random::random;
 
 type Dims = Vec<(DimName, usize)>;
 
@@ -48,18 +53,6 @@ impl Case {
         self.place = place;
         self
     }
-}
-
-/// Numbers in -1..1 that depend on the place and a seed only.
-fn random(count: usize, seed: u64) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-    };
-    (0..count).map(|_| next()).collect()
 }
 
 impl Filled {

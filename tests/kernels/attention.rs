@@ -6,7 +6,8 @@ use kernels::Element;
 use kernels::attention::{Attention, attention, attention_gradient};
 use runtime::operators::Place;
 
-use crate::device::{Dims, device, operator, random, rounded, tensor};
+use crate::device::{Dims, device, operator, rounded, tensor};
+use crate::random::random;
 use crate::rows::slopes;
 
 #[test]

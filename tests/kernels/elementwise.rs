@@ -10,7 +10,8 @@ use runtime::operators::{Dropping, Place};
 use runtime::random::Stream;
 use runtime::tensor::Tensor;
 
-use crate::device::{Dims, device, operator, random, rounded, tensor};
+use crate::device::{Dims, device, operator, rounded, tensor};
+use crate::random::random;
 
 /// Rows and columns: one element, no whole vector, vectors of each width, more columns than units, many rows.
 const SHAPES: [(usize, usize); 7] = [(1, 1), (3, 5), (7, 36), (33, 202), (2, 1030), (5, 2048), (1111, 12)];

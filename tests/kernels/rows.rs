@@ -10,7 +10,8 @@ use kernels::softmax::{Scores, masked_softmax, masked_softmax_gradient};
 use runtime::operators::Place;
 use runtime::tensor::Tensor;
 
-use crate::device::{Dims, device, operator, random, rounded, tensor};
+use crate::device::{Dims, device, operator, rounded, tensor};
+use crate::random::random;
 
 fn numbers(count: usize, seed: u64, format: Element) -> Vec<f32> {
     rounded(random(count, seed).iter().map(|x| x * 2.0).collect(), format)

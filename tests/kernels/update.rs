@@ -4,7 +4,8 @@ use kernels::Element;
 use kernels::optimizer::{AdamW, State, WeightDecay, adamw, sum_of_squares};
 use runtime::optimizer;
 
-use crate::device::{device, random};
+use crate::device::device;
+use crate::random::random;
 
 /// Three steps on a shard of several parameters with different weight decay.
 #[test]

@@ -7,7 +7,8 @@ use kernels::{Element, embedding};
 use runtime::operators::Place;
 use runtime::tensor::{Memory, Tensor};
 
-use crate::device::{Dims, device, operator, random, rounded, tensor};
+use crate::device::{Dims, device, operator, rounded, tensor};
+use crate::random::random;
 
 fn ids(count: usize, limit: usize, seed: u64) -> Vec<u32> {
     random(count, seed).iter().map(|x| ((x + 1.0) / 2.0 * limit as f32) as u32).collect()

@@ -201,94 +201,37 @@ unsafe extern "C" fn group_end() -> c_int {
     IN_PROGRESS
 }
 
-unsafe extern "C" fn all_reduce(
-    from: Handle,
-    to: Handle,
-    count: usize,
-    data_type: c_uint,
-    reduction: c_uint,
-    communicator: Handle,
-    stream: Handle,
-) -> c_int {
-    issue(Kind::AllReduce, [from, to], count, data_type, reduction, [communicator, stream])
+/// Functions of NCCL that post a call: their arguments before communicator and stream, and what is posted.
+macro_rules! posts {
+    ($($name:ident($($argument:ident: $type:ty),*) => $kind:expr, $buffers:expr, $count:expr, $format:expr;)*) => {$(
+        unsafe extern "C" fn $name($($argument: $type,)* communicator: Handle, stream: Handle) -> c_int {
+            issue($kind, $buffers, $count, $format, [communicator, stream])
+        }
+    )*};
 }
 
-unsafe extern "C" fn reduce(
-    from: Handle,
-    to: Handle,
-    count: usize,
-    data_type: c_uint,
-    reduction: c_uint,
-    root: c_int,
-    communicator: Handle,
-    stream: Handle,
-) -> c_int {
-    issue(Kind::Reduce(root as usize), [from, to], count, data_type, reduction, [communicator, stream])
-}
-
-unsafe extern "C" fn reduce_scatter(
-    from: Handle,
-    to: Handle,
-    count: usize,
-    data_type: c_uint,
-    reduction: c_uint,
-    communicator: Handle,
-    stream: Handle,
-) -> c_int {
-    issue(Kind::ReduceScatter, [from, to], count, data_type, reduction, [communicator, stream])
-}
-
-unsafe extern "C" fn all_gather(
-    from: Handle,
-    to: Handle,
-    count: usize,
-    data_type: c_uint,
-    communicator: Handle,
-    stream: Handle,
-) -> c_int {
-    issue(Kind::AllGather, [from, to], count, data_type, 0, [communicator, stream])
-}
-
-unsafe extern "C" fn broadcast(
-    from: Handle,
-    to: Handle,
-    count: usize,
-    data_type: c_uint,
-    root: c_int,
-    communicator: Handle,
-    stream: Handle,
-) -> c_int {
-    issue(Kind::Broadcast(root as usize), [from, to], count, data_type, 0, [communicator, stream])
-}
-
-unsafe extern "C" fn send(
-    data: Handle,
-    count: usize,
-    data_type: c_uint,
-    peer: c_int,
-    communicator: Handle,
-    stream: Handle,
-) -> c_int {
-    issue(Kind::Send(peer as usize), [data, data], count, data_type, 0, [communicator, stream])
-}
-
-unsafe extern "C" fn recv(
-    data: Handle,
-    count: usize,
-    data_type: c_uint,
-    peer: c_int,
-    communicator: Handle,
-    stream: Handle,
-) -> c_int {
-    issue(Kind::Receive(peer as usize), [data, data], count, data_type, 0, [communicator, stream])
+posts! {
+    all_reduce(from: Handle, to: Handle, count: usize, data: c_uint, reduction: c_uint)
+        => Kind::AllReduce, [from, to], count, [data, reduction];
+    reduce(from: Handle, to: Handle, count: usize, data: c_uint, reduction: c_uint, root: c_int)
+        => Kind::Reduce(root as usize), [from, to], count, [data, reduction];
+    reduce_scatter(from: Handle, to: Handle, count: usize, data: c_uint, reduction: c_uint)
+        => Kind::ReduceScatter, [from, to], count, [data, reduction];
+    all_gather(from: Handle, to: Handle, count: usize, data: c_uint)
+        => Kind::AllGather, [from, to], count, [data, 0];
+    broadcast(from: Handle, to: Handle, count: usize, data: c_uint, root: c_int)
+        => Kind::Broadcast(root as usize), [from, to], count, [data, 0];
+    send(from: Handle, count: usize, data: c_uint, peer: c_int)
+        => Kind::Send(peer as usize), [from, from], count, [data, 0];
+    recv(to: Handle, count: usize, data: c_uint, peer: c_int)
+        => Kind::Receive(peer as usize), [to, to], count, [data, 0];
 }
 
 fn issue(
     kind: Kind,
     [from, to]: [Handle; 2],
     count: usize,
-    data_type: c_uint,
-    reduction: c_uint,
+    [data_type, reduction]: [c_uint; 2],
     [communicator, stream]: [Handle; 2],
 ) -> c_int {
     let call = Call { kind, from: from as usize, to: to as usize, count, data_type, reduction };
