@@ -1,21 +1,23 @@
 //! Operations of the communicator against loops over all ranks, over shared memory and TCP, and what they move.
 
+#[path = "support/contract.rs"]
+mod contract;
+
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use contract::LENGTHS;
 use half::bf16;
 use ir::mesh::Rank;
 use ir::program::Direction;
 use runtime::communicator::{
-    Element, Error, Group, Operation, Options, Reduction, Traffic, Transport, World, part, run_ranks,
+    Element, Error, Group, Operation, Options, Reduction, Traffic, Transport, World, run_ranks,
 };
 use runtime::launch::local::reserve_port;
 #[cfg(feature = "mpi")]
 use runtime::launch::read_launch;
 use runtime::launch::{Address, Launch};
 
-/// Message lengths: empty, one element, odd, around a chunk of 64 KiB, larger than all queues between two ranks.
-const LENGTHS: [usize; 7] = [0, 1, 7, 1000, 16_384, 16_385, 300_007];
 const SIZES: [u64; 5] = [1, 2, 3, 4, 8];
 
 /// How the ranks of a test are connected: ranks as if on so many hosts, and the transport on a host.
@@ -37,116 +39,84 @@ fn on_ranks<R: Send>(size: u64, connection: (u64, Transport), run: impl Fn(&Worl
     results.map(|result| result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
 }
 
-/// An element that differs between ranks and places, and whose sums depend on their order.
-fn value(rank: u64, place: usize) -> f32 {
-    let mixed = (rank as usize + 1) * 7919 + place * 104_729;
-    ((mixed % 2003) as f32 - 1001.0) * (1.0 + (mixed % 7) as f32 * 1e-3)
+/// A message whose elements differ between ranks and places, and whose sums depend on their order.
+fn message<T>(rank: u64, length: usize, from: fn(f32) -> T) -> Vec<T> {
+    contract::message(rank as usize, length, contract::order_shows, from)
 }
 
-fn message<T: Element>(rank: u64, length: usize, from: fn(f32) -> T) -> Vec<T> {
-    (0..length).map(|place| from(value(rank, place))).collect()
-}
+/// Ranks that communicate between their hosts' memories.
+struct Hosts<'a>(&'a World, &'a Group);
 
-/// The reduction of all ranks' messages, in the order of ranks, rounded once.
-fn expected<T: Element>(size: u64, length: usize, from: fn(f32) -> T, max: bool) -> Vec<T> {
-    let wide = |rank| {
-        let mut wide = vec![T::Wide::default(); length];
-        T::widen(&message(rank, length, from), &mut wide);
-        wide
-    };
-    let mut total = wide(0);
-    for rank in 1..size {
-        for (a, b) in total.iter_mut().zip(wide(rank)) {
-            match max {
-                true => *a = if b > *a { b } else { *a },
-                false => *a += b,
-            }
-        }
+impl contract::Communicator for Hosts<'_> {
+    fn size(&self) -> usize {
+        self.1.size()
     }
-    let mut result = message(0, length, from);
-    T::narrow(&total, &mut result);
-    result
+
+    fn place(&self) -> usize {
+        self.1.position()
+    }
+
+    fn all_reduce<T: Element>(&self, reduction: Reduction, data: &mut [T]) {
+        self.1.all_reduce(reduction, data).expect("all ranks come");
+    }
+
+    fn reduce_scatter<T: Element>(&self, reduction: Reduction, data: &mut [T]) {
+        self.1.reduce_scatter(reduction, data).expect("all ranks come");
+    }
+
+    fn all_gather<T: Element>(&self, data: &mut [T]) {
+        self.1.all_gather(data).expect("all ranks come");
+    }
+
+    fn broadcast<T: Element>(&self, root: usize, data: &mut [T]) {
+        self.1.broadcast(root, data).expect("all ranks come");
+    }
+
+    fn all_to_all<T: Element>(&self, data: &[T]) -> Vec<T> {
+        self.1.all_to_all(data).expect("all ranks come")
+    }
+
+    fn exchange(&self, sent: [(usize, Vec<f32>); 2], received: [(usize, usize); 2]) -> [Vec<f32>; 2] {
+        let directions = [Direction::Activation, Direction::Gradient];
+        for ((to, data), direction) in sent.into_iter().zip(directions) {
+            self.0.send(Rank(to as u64), direction, data).expect("goes on");
+        }
+        let mut directions = directions.into_iter();
+        received.map(|(from, length)| {
+            let mut data = vec![f32::NAN; length];
+            let direction = directions.next().expect("as many as messages");
+            self.0.recv(Rank(from as u64), direction, &mut data).expect("it was sent");
+            data
+        })
+    }
 }
 
-fn check_reductions<T: Element>(connection: (u64, Transport), from: fn(f32) -> T) {
+fn check_contract(world: &World, all: &Group) {
+    let ranks = Hosts(world, all);
+    contract::check_reductions::<f32>(&ranks, contract::order_shows, |x| x);
+    contract::check_reductions::<bf16>(&ranks, contract::order_shows, bf16::from_f32);
+    contract::check_reductions::<f64>(&ranks, contract::order_shows, f64::from);
+    contract::check_movements::<f32>(&ranks, |x| x);
+    contract::check_movements::<bf16>(&ranks, bf16::from_f32);
+    if all.size() > 2 {
+        contract::check_messages(&ranks);
+    }
+    all.barrier().expect("all ranks come");
+}
+
+#[test]
+fn operations_over_shared_memory() {
     for size in SIZES {
-        on_ranks(size, connection, |world, all| reduce(world, all, from));
-    }
-}
-
-fn reduce<T: Element>(world: &World, all: &Group, from: fn(f32) -> T) {
-    let (rank, size) = (world.rank().0, world.size());
-    for length in LENGTHS {
-        for (reduction, max) in [(Reduction::Sum, false), (Reduction::Max, true)] {
-            let expected = expected(size, length, from, max);
-            let mut data = message(rank, length, from);
-            all.all_reduce(reduction, &mut data).expect("all ranks come");
-            let same = bytemuck::cast_slice::<T, u8>(&data) == bytemuck::cast_slice::<T, u8>(&expected);
-            assert!(same, "all_reduce {reduction:?} of {length} over {size}");
-            let own = message(rank, length, from);
-            let mut data = own.clone();
-            all.reduce_scatter(reduction, &mut data).expect("all ranks come");
-            let part = all.part(length);
-            let mut scattered = own;
-            scattered[part.clone()].copy_from_slice(&expected[part]);
-            let same = bytemuck::cast_slice::<T, u8>(&data) == bytemuck::cast_slice::<T, u8>(&scattered);
-            assert!(same, "reduce_scatter {reduction:?} of {length} over {size}");
-        }
+        on_ranks(size, SHARED, check_contract);
     }
 }
 
 #[test]
-fn reductions_over_shared_memory() {
-    check_reductions::<f32>(SHARED, |x| x);
-    check_reductions::<bf16>(SHARED, bf16::from_f32);
-    check_reductions::<f64>(SHARED, f64::from);
-}
-
-#[test]
-fn reductions_over_tcp() {
-    check_reductions::<f32>(TCP, |x| x);
-    check_reductions::<bf16>(TWO_HOSTS, bf16::from_f32);
-}
-
-fn check_movements(connection: (u64, Transport)) {
+fn operations_over_tcp() {
     for size in SIZES {
-        on_ranks(size, connection, move_about);
+        on_ranks(size, TCP, check_contract);
+        on_ranks(size, TWO_HOSTS, check_contract);
     }
-}
-
-fn move_about(world: &World, all: &Group) {
-    let (rank, size) = (world.rank().0, world.size());
-    for length in LENGTHS {
-        let mut data = vec![0_u16; length];
-        let own = all.part(length);
-        own.clone().for_each(|place| data[place] = (place * 31) as u16);
-        all.all_gather(&mut data).expect("all ranks come");
-        assert!(data.iter().zip(0..).all(|(found, place): (&u16, usize)| *found == (place * 31) as u16));
-
-        let root = length % size as usize;
-        let mut data = message::<f32>(rank, length, |x| x);
-        all.broadcast(root, &mut data).expect("all ranks come");
-        assert_eq!(data, message::<f32>(root as u64, length, |x| x));
-
-        let equal = length - length % size as usize;
-        let result = all.all_to_all(&message::<f32>(rank, equal, |x| x)).expect("all ranks come");
-        for from in 0..size {
-            let (theirs, mine) = (part(equal, from as usize, size as usize), all.part(equal));
-            assert_eq!(result[theirs], message::<f32>(from, equal, |x| x)[mine]);
-        }
-        all.barrier().expect("all ranks come");
-    }
-}
-
-#[test]
-fn movements_over_shared_memory() {
-    check_movements(SHARED);
-}
-
-#[test]
-fn movements_over_tcp() {
-    check_movements(TCP);
-    check_movements(TWO_HOSTS);
 }
 
 /// A process that `mpirun` started for the test below; MPI has one world for each process.
@@ -157,10 +127,7 @@ fn message_passing_rank() {
     let options = Options { timeout: Duration::from_secs(20), transport: Transport::Mpi };
     let world = World::connect(&launch, &[], options).expect("all ranks come");
     let all = world.group(&(0..world.size()).map(Rank).collect::<Vec<_>>());
-    reduce::<f32>(&world, &all, |x| x);
-    reduce::<bf16>(&world, &all, bf16::from_f32);
-    reduce::<f64>(&world, &all, f64::from);
-    move_about(&world, &all);
+    check_contract(&world, &all);
     if world.size() > 2 {
         exchange(&world, &all);
     }
@@ -315,7 +282,9 @@ fn started_operations_of_groups_run_beside_one_another() {
                 let mut last = [rank];
                 rows.broadcast(1, &mut last).expect("all come");
                 assert_eq!((later.wait().expect("all come"), last), (vec![rank / 2 * 2], [rank / 2 * 2 + 1]));
-                let sum = |ranks: [u64; 2], place: usize| value(ranks[0], place) + value(ranks[1], place);
+                let sum = |ranks: [u64; 2], place: usize| {
+                    contract::order_shows(ranks[0] as usize, place) + contract::order_shows(ranks[1] as usize, place)
+                };
                 let (in_row, in_column) = ([rank / 2 * 2, rank / 2 * 2 + 1], [rank % 2, rank % 2 + 2]);
                 assert!((0..data.len()).all(|place| row[place] == sum(in_row, place)));
                 assert!(columns.part(data.len()).all(|place| column[place] == sum(in_column, place)));

@@ -1,27 +1,32 @@
-//! Groups of cards over a fake NCCL: operations against the `local` communicator, failures, and the real library's
+//! Groups of cards over a fake NCCL: the operations that all communicators promise, failures, and the real library's
 //! unique id where it is installed.
 
 #![allow(unsafe_code, reason = "the fake library reads and writes what ranks hand to it")]
 
+#[path = "support/c_library.rs"]
+mod c_library;
+#[path = "support/contract.rs"]
+mod contract;
 #[path = "support/fake_nccl.rs"]
 mod fake_nccl;
 
+use std::process::Command;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use c_library::make_library;
 use fake_nccl::{ABORTS, CARD_WAITS, SAID_VERSION};
 use half::bf16;
 use ir::mesh::Rank;
 use runtime::communicator::nccl::{
-    DeviceGroup, DeviceOperation, DeviceSlice, Nccl, NcclFunctions, Ordering, Transfer, agree_on_unique_id,
+    ContextFunctions, DeviceGroup, DeviceOperation, DeviceSlice, DriverFunctions, Nccl, NcclFunctions, Ordering,
+    Transfer, agree_on_unique_id,
 };
-use runtime::communicator::{Cause, Error, Group, Options, Reduction, Transport, World, run_ranks};
+use runtime::communicator::{Cause, Element, Error, Group, Options, Reduction, Transport, World, run_ranks};
 use runtime::tensor::Format;
 
 const SIZES: [u64; 4] = [1, 2, 3, 4];
-/// Even and odd parts, and parts that are empty.
-const LENGTHS: [usize; 5] = [1, 2, 7, 12, 1000];
 
 /// Runs ranks and gives their results; a panic of a rank is one of the test.
 fn on_ranks<R: Send>(size: u64, seconds: u64, run: impl Fn(World, Group) -> R + Sync) -> Vec<R> {
@@ -40,34 +45,75 @@ fn fake() -> Arc<Nccl> {
 }
 
 fn orderings() -> [Ordering; 2] {
-    [Ordering::Host(Rc::new(|| {})), Ordering::Events]
+    [Ordering::Host(Rc::new(|| {})), Ordering::Events(fake_nccl::context())]
 }
 
-fn singles(data: &mut [f32]) -> DeviceSlice {
-    DeviceSlice { address: data.as_mut_ptr() as u64, length: data.len(), format: Format::Single }
-}
-
-fn brains(data: &mut [bf16]) -> DeviceSlice {
-    DeviceSlice { address: data.as_mut_ptr() as u64, length: data.len(), format: Format::Brain }
-}
-
-/// A small whole number, so that sums are exact in every order.
-fn message(rank: u64, length: usize) -> Vec<f32> {
-    (0..length).map(|place| ((rank as usize * 31 + place * 17) % 64) as f32 - 20.0).collect()
+/// Elements of a format of NCCL.
+fn slice<T: Element>(data: &mut [T]) -> DeviceSlice {
+    let format = if size_of::<T>() == 2 { Format::Brain } else { Format::Single };
+    DeviceSlice { address: data.as_mut_ptr() as u64, length: data.len(), format }
 }
 
 fn run(group: &DeviceGroup, operation: &DeviceOperation) {
     group.start(operation).and_then(|pending| pending.wait()).and_then(|()| group.confirm()).expect("it goes well");
 }
 
+/// Ranks that communicate between their cards' memories.
+struct Cards<'a>(&'a DeviceGroup);
+
+impl contract::Communicator for Cards<'_> {
+    fn size(&self) -> usize {
+        self.0.size()
+    }
+
+    fn place(&self) -> usize {
+        self.0.position()
+    }
+
+    fn all_reduce<T: Element>(&self, reduction: Reduction, data: &mut [T]) {
+        run(self.0, &DeviceOperation::AllReduce(reduction, slice(data)));
+    }
+
+    fn reduce_scatter<T: Element>(&self, reduction: Reduction, data: &mut [T]) {
+        run(self.0, &DeviceOperation::ReduceScatter(reduction, slice(data)));
+    }
+
+    fn all_gather<T: Element>(&self, data: &mut [T]) {
+        run(self.0, &DeviceOperation::AllGather(slice(data)));
+    }
+
+    fn broadcast<T: Element>(&self, root: usize, data: &mut [T]) {
+        run(self.0, &DeviceOperation::Broadcast(root, slice(data)));
+    }
+
+    fn all_to_all<T: Element>(&self, data: &[T]) -> Vec<T> {
+        let (mut sent, mut received) = (data.to_vec(), data.to_vec());
+        run(self.0, &DeviceOperation::AllToAll(slice(&mut sent), slice(&mut received)));
+        received
+    }
+
+    fn exchange(&self, mut sent: [(usize, Vec<f32>); 2], received: [(usize, usize); 2]) -> [Vec<f32>; 2] {
+        let mut found = received.map(|(_, length)| vec![f32::NAN; length]);
+        let sends = sent.iter_mut().map(|(to, data)| Transfer::Send(*to, slice(data)));
+        let receives = received.iter().zip(&mut found).map(|((from, _), data)| Transfer::Receive(*from, slice(data)));
+        run(self.0, &DeviceOperation::Exchange(sends.chain(receives).collect()));
+        found
+    }
+}
+
 #[test]
-fn operations_on_cards_give_what_local_ones_do() {
+fn operations_on_cards() {
     for size in SIZES {
         on_ranks(size, 20, |world, all| {
             for ordering in orderings() {
                 let cards = DeviceGroup::connect(all.clone(), fake(), ordering).expect("all ranks connect");
-                for length in LENGTHS {
-                    compare(&world, &all, &cards, length);
+                let ranks = Cards(&cards);
+                contract::check_reductions::<f32>(&ranks, contract::whole, |x| x);
+                contract::check_reductions::<bf16>(&ranks, contract::whole, bf16::from_f32);
+                contract::check_movements::<f32>(&ranks, |x| x);
+                contract::check_movements::<bf16>(&ranks, bf16::from_f32);
+                if size > 2 {
+                    contract::check_messages(&ranks);
                 }
                 cards.finish().expect("all ranks finish");
             }
@@ -78,73 +124,40 @@ fn operations_on_cards_give_what_local_ones_do() {
     }
 }
 
-fn compare(world: &World, all: &Group, cards: &DeviceGroup, length: usize) {
-    let (rank, size) = (world.rank().0, all.size());
-    for reduction in [Reduction::Sum, Reduction::Max] {
-        let (mut card, mut local) = (message(rank, length), message(rank, length));
-        run(cards, &DeviceOperation::AllReduce(reduction, singles(&mut card)));
-        all.all_reduce(reduction, &mut local).expect("it goes well");
-        assert_eq!(card, local, "all_reduce of {length}");
-        let (mut card, mut local) = (message(rank, length), message(rank, length));
-        run(cards, &DeviceOperation::ReduceScatter(reduction, singles(&mut card)));
-        all.reduce_scatter(reduction, &mut local).expect("it goes well");
-        assert_eq!(card, local, "reduce_scatter of {length}: other parts stay as they were");
-    }
-    let narrow: Vec<bf16> = message(rank, length).into_iter().map(bf16::from_f32).collect();
-    let (mut card, mut local) = (narrow.clone(), narrow);
-    run(cards, &DeviceOperation::AllGather(brains(&mut card)));
-    all.all_gather(&mut local).expect("it goes well");
-    assert_eq!(card, local, "all_gather of {length}");
-    for root in 0..size {
-        let (mut card, mut local) = (message(rank, length), message(rank, length));
-        run(cards, &DeviceOperation::Broadcast(root, singles(&mut card)));
-        all.broadcast(root, &mut local).expect("it goes well");
-        assert_eq!(card, local, "broadcast of {length} from {root}");
-    }
-    let mut sent = message(rank, length * size);
-    let mut card = vec![f32::NAN; length * size];
-    let local = all.all_to_all(&sent).expect("it goes well");
-    run(cards, &DeviceOperation::AllToAll(singles(&mut sent), singles(&mut card)));
-    assert_eq!(card, local, "all_to_all of {length}");
-}
-
+/// A driver as of CUDA 12.0 to 12.4, which is a library without the functions on contexts: made with the C compiler
+/// that links these tests, and found by a process of its own.
 #[test]
-fn neighbours_send_to_each_other_at_once() {
-    on_ranks(3, 20, |world, all| {
-        let cards = DeviceGroup::connect(all, fake(), orderings()[0].clone()).expect("all ranks connect");
-        let (me, size) = (cards.position(), cards.size());
-        let (next, before) = ((me + 1) % size, (me + size - 1) % size);
-        let mut sent = [message(me as u64, 5), message(me as u64 + 10, 5)];
-        let [mut from_before, mut from_next] = [vec![0.0; 5], vec![0.0; 5]];
-        let [forward, backward] = sent.each_mut().map(|data| singles(data));
-        run(
-            &cards,
-            &DeviceOperation::Exchange(vec![
-                Transfer::Send(next, forward),
-                Transfer::Send(before, backward),
-                Transfer::Receive(before, singles(&mut from_before)),
-                Transfer::Receive(next, singles(&mut from_next)),
-            ]),
-        );
-        assert_eq!(from_before, message(before as u64, 5));
-        assert_eq!(from_next, message(next as u64 + 10, 5));
-        cards.finish().expect("all ranks finish");
-        world.finish().expect("all ranks finish");
-    });
+fn older_drivers_serve_where_the_host_waits() {
+    const FOUND: &str = "PLANWRIGHT_TEST_DRIVER";
+    if std::env::var_os(FOUND).is_some() {
+        DriverFunctions::open().expect("it has what groups need");
+        let refused = ContextFunctions::open().expect_err("it has no functions on contexts").to_string();
+        assert!(refused.contains("cuCtx") && refused.contains("CUDA 12.5"), "{refused}");
+        return;
+    }
+    let folder = tempfile::tempdir().expect("there is room for a folder");
+    let names = ["StreamCreate", "StreamDestroy_v2", "StreamWaitEvent", "EventCreate", "EventRecord", "EventQuery"];
+    let functions = names.into_iter().chain(["EventDestroy_v2", "CtxGetCurrent"]);
+    let source: String = functions.map(|name| format!("int cu{name}(void) {{ return 0; }}\n")).collect();
+    make_library(folder.path(), "libcuda.so.1", &source);
+    let mut again = Command::new(std::env::current_exe().expect("a running program has a file"));
+    again.args(["--exact", "older_drivers_serve_where_the_host_waits"]);
+    let output = again.env(FOUND, "1").env("LD_LIBRARY_PATH", folder.path()).output().expect("it starts");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
 }
 
 #[test]
 fn a_rank_that_does_not_come_is_named_and_the_others_abort() {
     let results = on_ranks(3, 2, |world, all| {
         let cards = DeviceGroup::connect(all, fake(), orderings()[0].clone()).expect("all ranks connect");
-        let mut data = message(0, 8);
+        let mut data = vec![0.0_f32; 8];
         if world.rank() == Rank(1) {
             while world.check().is_ok() {
                 std::thread::sleep(Duration::from_millis(5));
             }
             return (world.check().err(), 1);
         }
-        let operation = DeviceOperation::AllReduce(Reduction::Sum, singles(&mut data));
+        let operation = DeviceOperation::AllReduce(Reduction::Sum, slice(&mut data));
         let lost = cards.start(&operation).and_then(|pending| pending.wait()).err();
         (lost, ABORTS.get())
     });
@@ -165,8 +178,8 @@ fn a_call_that_fails_ends_the_run_with_what_nccl_says() {
         }
         let nccl = Arc::new(Nccl::new(functions, fake_nccl::driver()).expect("new enough"));
         let cards = DeviceGroup::connect(all, nccl, orderings()[0].clone()).expect("all ranks connect");
-        let mut data = message(0, 8);
-        let operation = DeviceOperation::AllReduce(Reduction::Sum, singles(&mut data));
+        let mut data = vec![0.0_f32; 8];
+        let operation = DeviceOperation::AllReduce(Reduction::Sum, slice(&mut data));
         (cards.start(&operation).and_then(|pending| pending.wait()).err(), ABORTS.get())
     });
     for (error, aborts) in results {
@@ -223,8 +236,8 @@ fn arguments_that_no_plan_has_are_refused() {
             let world = world.expect("it comes");
             let all = world.group(&[Rank(0)]);
             let cards = DeviceGroup::connect(all, fake(), orderings()[0].clone()).expect("it connects");
-            let mut data = message(0, 6);
-            let _ = cards.start(&operation(singles(&mut data)));
+            let mut data = vec![0.0_f32; 6];
+            let _ = cards.start(&operation(slice(&mut data)));
         });
         let panic = results.expect("a port is free").remove(0).expect_err("it is refused");
         let text = panic

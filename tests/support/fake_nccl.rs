@@ -11,7 +11,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use half::bf16;
-use runtime::communicator::nccl::{DriverFunctions, Handle, IN_PROGRESS, NOT_READY, NcclFunctions, SUCCESS, UniqueId};
+use runtime::communicator::nccl::{
+    ContextFunctions, DriverFunctions, Handle, IN_PROGRESS, NOT_READY, NcclFunctions, SUCCESS, UniqueId,
+};
 
 /// The version that the fake says unless told otherwise.
 pub const VERSION: c_int = 22_905;
@@ -105,10 +107,12 @@ pub fn driver() -> DriverFunctions {
         event_record,
         event_query,
         event_destroy: destroy_behind,
-        context_get_current,
-        context_record_event: records_context,
-        context_wait_event: context_waits,
     }
+}
+
+/// What a driver of CUDA 12.5 and newer has besides.
+pub fn context() -> ContextFunctions {
+    ContextFunctions { context_get_current, context_record_event: records_context, context_wait_event: context_waits }
 }
 
 /// A call that fails on this rank with "a CUDA call failed".

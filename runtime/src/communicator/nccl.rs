@@ -11,5 +11,8 @@ mod library;
 mod meeting;
 
 pub use group::{DeviceGroup, DeviceOperation, DevicePending, DeviceSlice, Ordering, Transfer};
-pub use library::{DriverFunctions, Handle, IN_PROGRESS, NOT_READY, Nccl, NcclFunctions, SUCCESS, UniqueId};
+pub use library::{
+    ContextFunctions, DriverFunctions, Handle, IN_PROGRESS, NOT_READY, Nccl, NcclFunctions, SUCCESS, UniqueId,
+    readable_version,
+};
 pub use meeting::agree_on_unique_id;

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use cudarc::nccl::sys::{ncclDataType_t, ncclRedOp_t};
 use ir::error::Problem;
 
-use super::library::{DriverFunctions, Handle, IN_PROGRESS, NOT_READY, Nccl, SUCCESS};
+use super::library::{ContextFunctions, DriverFunctions, Handle, IN_PROGRESS, NOT_READY, Nccl, SUCCESS};
 use super::meeting::{agree_on_unique_id, start_communicator};
 use crate::communicator::chunk::{Operation, part};
 use crate::communicator::error::{Cause, Error, Loss};
@@ -72,7 +72,7 @@ pub enum Ordering {
     /// computations go on.
     Host(Rc<dyn Fn()>),
     /// The card waits, through events of its context (CUDA 12.5 on).
-    Events,
+    Events(ContextFunctions),
 }
 
 /// Ranks that communicate between their cards. Belongs to the thread that made it, as the card's context does.
@@ -126,7 +126,7 @@ impl DeviceGroup {
     /// Makes a group of the ranks of `host`, on the card whose context is this thread's. All of them must make it.
     ///
     /// # Errors
-    /// `BadInput` if the ranks' NCCL differ or the driver is too old; what ended the run.
+    /// `BadInput` if the ranks' NCCL differ or the thread has no context; what ended the run.
     #[allow(unsafe_code)]
     pub fn connect(host: Group, nccl: Arc<Nccl>, ordering: Ordering) -> Result<DeviceGroup, Error> {
         let id = agree_on_unique_id(&host, &nccl.functions, nccl.version)?;
@@ -184,12 +184,12 @@ impl DeviceGroup {
         let event = self.event()?;
         match &self.ordering {
             Ordering::Host(computed) => computed(),
-            Ordering::Events => {
+            Ordering::Events(context) => {
                 self.driver(name, |driver| {
                     // SAFETY: the event is this group's, the context this thread's.
                     #[allow(unsafe_code)]
                     unsafe {
-                        let recorded = (driver.context_record_event)(self.context()?, event);
+                        let recorded = (context.context_record_event)(current(context)?, event);
                         driver_result(recorded)?;
                         driver_result((driver.stream_wait_event)(self.stream, event, 0))
                     }
@@ -393,14 +393,6 @@ impl DeviceGroup {
         Ok(event)
     }
 
-    #[allow(unsafe_code)]
-    fn context(&self) -> Result<Handle, c_int> {
-        let mut context = ptr::null_mut();
-        // SAFETY: the pointer is to a handle, which the call writes.
-        driver_result(unsafe { (self.nccl.driver.context_get_current)(&raw mut context) })?;
-        Ok(context)
-    }
-
     fn driver(&self, what: &str, call: impl FnOnce(&DriverFunctions) -> Result<(), c_int>) -> Result<(), Error> {
         call(&self.nccl.driver).map_err(|result| self.give_up(what, &format!("the driver gives CUresult {result}")))
     }
@@ -447,11 +439,11 @@ impl DevicePending<'_> {
         let DevicePending { group, event } = self;
         match &group.ordering {
             Ordering::Host(_) => group.until("operations", || group.event_has_come(event))?,
-            Ordering::Events => {
+            Ordering::Events(context) => {
                 // SAFETY: the event is this group's, the context this thread's.
                 #[allow(unsafe_code)]
-                group.driver("operations", |driver| {
-                    driver_result(unsafe { (driver.context_wait_event)(group.context()?, event) })
+                group.driver("operations", |_| {
+                    driver_result(unsafe { (context.context_wait_event)(current(context)?, event) })
                 })?;
                 group.call_is_done("operations")?;
             }
@@ -497,6 +489,15 @@ impl DeviceOperation {
         };
         operation.name()
     }
+}
+
+/// This thread's context.
+#[allow(unsafe_code)]
+fn current(functions: &ContextFunctions) -> Result<Handle, c_int> {
+    let mut context = ptr::null_mut();
+    // SAFETY: the pointer is to a handle, which the call writes.
+    driver_result(unsafe { (functions.context_get_current)(&raw mut context) })?;
+    Ok(context)
 }
 
 fn is_failure(result: c_int) -> bool {

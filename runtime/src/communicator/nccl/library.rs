@@ -79,7 +79,7 @@ functions! {
 }
 
 functions! {
-    /// The driver's functions (cuda.h); all results are `CUresult`. The last two exist from CUDA 12.5 on.
+    /// The driver's functions (cuda.h); all results are `CUresult`.
     DriverFunctions {
         stream_create: b"cuStreamCreate\0"(*mut Handle, c_uint) -> c_int,
         stream_destroy: b"cuStreamDestroy_v2\0"(Handle) -> c_int,
@@ -88,6 +88,13 @@ functions! {
         event_record: b"cuEventRecord\0"(Handle, Handle) -> c_int,
         event_query: b"cuEventQuery\0"(Handle) -> c_int,
         event_destroy: b"cuEventDestroy_v2\0"(Handle) -> c_int,
+    }
+}
+
+functions! {
+    /// The driver's functions on all streams of a context at once, which exist from CUDA 12.5 on: only
+    /// [`Ordering::Events`](super::Ordering) asks for them.
+    ContextFunctions {
         context_get_current: b"cuCtxGetCurrent\0"(*mut Handle) -> c_int,
         context_record_event: b"cuCtxRecordEvent\0"(Handle, Handle) -> c_int,
         context_wait_event: b"cuCtxWaitEvent\0"(Handle, Handle) -> c_int,
@@ -100,12 +107,7 @@ impl Nccl {
     /// # Errors
     /// If either is missing, too old, or lacks a function.
     pub fn open() -> Result<Nccl, Problem> {
-        let functions = NcclFunctions::open()?;
-        let help = "install the NVIDIA driver of CUDA 12.5 or newer; without a card use `--device cpu`";
-        let (library, name) = open("the CUDA driver", DRIVER_NAMES, help)?;
-        let driver = DriverFunctions::of(&library).map_err(|error| incomplete(&error, name, help))?;
-        std::mem::forget(library);
-        Nccl::new(functions, driver)
+        Nccl::new(NcclFunctions::open()?, DriverFunctions::open()?)
     }
 
     /// NCCL from its functions and the driver's.
@@ -118,6 +120,28 @@ impl Nccl {
     }
 }
 
+impl DriverFunctions {
+    /// Finds the driver on this host.
+    ///
+    /// # Errors
+    /// If it is missing or lacks a function.
+    pub fn open() -> Result<DriverFunctions, Problem> {
+        let help = "install the NVIDIA driver of CUDA 12 or newer; without a card use `--device cpu`";
+        find("the CUDA driver", DRIVER_NAMES, help, DriverFunctions::of)
+    }
+}
+
+impl ContextFunctions {
+    /// Finds them in this host's driver.
+    ///
+    /// # Errors
+    /// If the driver is missing or older than CUDA 12.5.
+    pub fn open() -> Result<ContextFunctions, Problem> {
+        let help = "install the NVIDIA driver of CUDA 12.5 or newer, or let the host wait (`Ordering::Host`)";
+        find("the CUDA driver", DRIVER_NAMES, help, ContextFunctions::of)
+    }
+}
+
 impl NcclFunctions {
     /// Finds NCCL on this host.
     ///
@@ -126,10 +150,7 @@ impl NcclFunctions {
     pub fn open() -> Result<NcclFunctions, Problem> {
         let help = "install NCCL 2.18 or newer (PyPI nvidia-nccl-cu12, Debian libnccl2) and add the folder of \
                     libnccl.so.2 to LD_LIBRARY_PATH, or use `--communicator local`";
-        let (library, name) = open("NCCL", NCCL_NAMES, help)?;
-        let functions = NcclFunctions::of(&library).map_err(|error| incomplete(&error, name, help))?;
-        std::mem::forget(library);
-        Ok(functions)
+        find("NCCL", NCCL_NAMES, help, NcclFunctions::of)
     }
 
     /// The version, as `ncclGetVersion` counts.
@@ -184,20 +205,31 @@ pub fn readable_version(version: u32) -> String {
     format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
 }
 
-/// Opens the first library that is there.
+/// Functions of the first library that is there, which stays.
 #[allow(unsafe_code)]
-fn open(what: &str, names: [&'static str; 2], help: &str) -> Result<(Library, &'static str), Problem> {
+fn find<F>(
+    what: &str,
+    names: [&str; 2],
+    help: &str,
+    functions: fn(&Library) -> Result<F, libloading::Error>,
+) -> Result<F, Problem> {
     let mut reason = String::new();
     for name in names {
         // SAFETY: loading runs the library's initialization, as linking with it would.
         match unsafe { Library::new(name) } {
-            Ok(library) => return Ok((library, name)),
-            Err(error) => reason = error.to_string(),
+            Err(error) => reason = in_words(&error),
+            Ok(library) => {
+                let found = functions(&library);
+                std::mem::forget(library);
+                return found
+                    .map_err(|error| Problem::new(format!("a function is missing: {}", in_words(&error)), name, help));
+            }
         }
     }
     Err(Problem::new(format!("{what} is not installed: {reason}"), names.join(", "), help))
 }
 
-fn incomplete(error: &libloading::Error, name: &str, help: &str) -> Problem {
-    Problem::new(format!("a function is missing: {error}"), name, help)
+/// An error as the system's linker explains it, which names the library or function.
+fn in_words(error: &libloading::Error) -> String {
+    std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
