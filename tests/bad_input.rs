@@ -207,6 +207,19 @@ fn mistakes_in_a_model_file() {
             &["rotary_base is 500000 but position is Alibi", "field rotary_base", "leave the field out"],
         ),
         (
+            "rotary scaling without rotary positions",
+            "position: Alibi,",
+            "position: Alibi,\n  rotary_scaling: Linear(factor: 4),",
+            &["rotary_scaling is given but position is Alibi", "field rotary_scaling", "leave the field out"],
+        ),
+        (
+            "rotary scaling that scales nothing in part",
+            "position: Alibi,",
+            "position: Rotary,\n  rotary_scaling: Llama3(factor: 8, low_frequency_factor: 4, \
+             high_frequency_factor: 4, original_length: 0),",
+            &["low_frequency_factor 4 is not below high_frequency_factor 4", "original_length is 0", "raise the other"],
+        ),
+        (
             "unknown deviation",
             "embedding_norm: true,",
             "embedding_norm: true,\n  deviations: [Window],",

@@ -43,6 +43,7 @@ fn exported_plans_are_read_back_as_they_are() {
         ("plain", "megatron", "gpt3-175b", "--gpus 1024", core, "--zero-stage 0 --recompute full"),
         ("one node", "megatron", "gpt2-124m", "--gpus 8", core, ""),
         ("experts", "megatron", "mixtral-8x7b", "--gpus 64", core, "--tensor-parallel 2"),
+        ("scaled positions", "megatron", "llama-3.1-8b", "--gpus 32", core, ""),
         ("latent attention", "megatron", "deepseek-v3", "--gpus 2048 --cluster dgx-h100", core, ""),
         ("uneven stages", "megatron", "bloom", "--gpus 384", core, "--pipeline-parallel 12 --recompute selective"),
         ("uneven everywhere", "megatron", "bloom", "--gpus 256", core, "--pipeline-parallel 16"),

@@ -193,6 +193,19 @@ fn megatron_flags_mean_what_megatron_makes_of_them() {
             "--position-embedding-type rope & --rotary-base 500000",
             &[("/model_shape/rotary_base", "500000.0")],
         ),
+        (
+            "scaled rotary",
+            "--position-embedding-type rope & --use-rope-scaling & --rope-scaling-factor 32",
+            &[(
+                "/model_shape/rotary_scaling/Llama3",
+                r#"{"factor": 32.0, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_length": 8192}"#,
+            )],
+        ),
+        (
+            "interpolated rotary",
+            "--position-embedding-type rope & --rotary-seq-len-interpolation-factor 4",
+            &[("/model_shape/rotary_scaling/Linear/factor", "4.0")],
+        ),
         ("untied", "--untie-embeddings-and-output-weights", &[("/model_shape/tied_embedding", "false")]),
         ("padding", "", &[("/model_shape/vocabulary/padded", "50688")]),
         ("other padding", "--make-vocab-size-divisible-by 1", &[("/model_shape/vocabulary/padded", "50260")]),

@@ -272,8 +272,8 @@ fn other_ops(op: &Op) -> Vec<Op> {
         Op::Silu,
         Op::Cast,
         Op::Softmax,
-        Op::Rotary { base: 10_000.0 },
-        Op::RotaryGradient { base: 10_000.0 },
+        Op::Rotary { base: 10_000.0, scaling: None },
+        Op::RotaryGradient { base: 10_000.0, scaling: None },
         Op::ScaleMaskGradient { scale: 1.0 },
         Op::ScaleMask { scale: 0.5, alibi: false },
     ];
@@ -287,8 +287,8 @@ fn other_constants(op: &Op) -> Option<Op> {
         Op::NormInputGradient { kind, epsilon } => Some(Op::NormInputGradient { kind, epsilon: 10.0 * epsilon }),
         Op::NormWeightGradient { kind, epsilon } => Some(Op::NormWeightGradient { kind, epsilon: 10.0 * epsilon }),
         Op::Dropout(DropoutSite::Embedding) => Some(Op::Dropout(DropoutSite::Attention)),
-        Op::Rotary { base } => Some(Op::Rotary { base: 2.0 * base }),
-        Op::RotaryGradient { base } => Some(Op::RotaryGradient { base: 2.0 * base }),
+        Op::Rotary { base, scaling } => Some(Op::Rotary { base: 2.0 * base, scaling }),
+        Op::RotaryGradient { base, scaling } => Some(Op::RotaryGradient { base: 2.0 * base, scaling }),
         _ => None,
     }
 }

@@ -11,6 +11,7 @@ use ir::graph::DropoutSite;
 use ir::interpreter::{Array, OperatorResult, apply_operator};
 use ir::model::NormKind::{LayerNorm, RmsNorm};
 use ir::program::{AttentionOperand, Op};
+use ir::rotary::RotaryScaling;
 use runtime::operators::{
     Accumulation, Operand, Place, ResultShape, accumulate, accumulate_contraction, accumulate_lookup, apply,
     attention_gradients,
@@ -410,9 +411,19 @@ fn rotary() {
     let query = vec![(MicroBatch, 2), (Sequence, 9), (KeyValueHeads, 2), (QueriesPerKeyValue, 3), (HeadDim, 6)];
     let keys = vec![(MicroBatch, 2), (KeySequence, 9), (KeyValueHeads, 2), (HeadDim, 6)];
     let mut cases = Vec::new();
+    let llama3 = RotaryScaling::Llama3 {
+        factor: 8.0,
+        low_frequency_factor: 1.0,
+        high_frequency_factor: 4.0,
+        original_length: 20,
+    };
     for dims in [query, keys] {
-        cases.push(case("rotary", Op::Rotary { base: 10_000.0 }, vec![Numbers(dims.clone())], dims.clone()));
-        cases.push(case("rotary gradient", Op::RotaryGradient { base: 10_000.0 }, vec![Numbers(dims.clone())], dims));
+        for scaling in [None, Some(llama3)] {
+            let (forward, back) =
+                (Op::Rotary { base: 10_000.0, scaling }, Op::RotaryGradient { base: 10_000.0, scaling });
+            cases.push(case("rotary", forward, vec![Numbers(dims.clone())], dims.clone()));
+            cases.push(case("rotary gradient", back, vec![Numbers(dims.clone())], dims.clone()));
+        }
     }
     check_all(cases);
 }

@@ -212,7 +212,7 @@ impl<'a> Pass<'a> {
             OperatorKind::Softmax => Op::Softmax,
             OperatorKind::Gelu => Op::Gelu,
             OperatorKind::Silu => Op::Silu,
-            OperatorKind::Rotary => Op::Rotary { base: self.model.rotary_base },
+            OperatorKind::Rotary => Op::Rotary { base: self.model.rotary_base, scaling: self.model.rotary_scaling },
             OperatorKind::AsKeys => Op::Rename,
             OperatorKind::Cast => Op::MaskColumns(self.model.vocabulary.rows()),
             OperatorKind::ReduceMax(_) => Op::ReduceMax,
@@ -333,7 +333,9 @@ impl<'a> Pass<'a> {
             Op::Softmax => self.send(operands[0], Op::SoftmaxGradient, vec![now(&result), gradient], None),
             Op::Gelu => self.send(operands[0], Op::GeluGradient, vec![at(0), gradient], None),
             Op::Silu => self.send(operands[0], Op::SiluGradient, vec![at(0), gradient], None),
-            Op::Rotary { base } => self.send(operands[0], Op::RotaryGradient { base }, vec![gradient], None),
+            Op::Rotary { base, scaling } => {
+                self.send(operands[0], Op::RotaryGradient { base, scaling }, vec![gradient], None)
+            }
             Op::Rename => self.send(operands[0], Op::Rename, vec![gradient], None),
             Op::Dropout(site) => self.send(operands[0], Op::Dropout(site), vec![gradient], None),
             // The gradient of a masked column is zero already: its exponential is.

@@ -19,6 +19,7 @@ pub mod program;
 pub mod provenance;
 #[cfg(feature = "interpreter")]
 pub mod reference;
+pub mod rotary;
 pub mod schedule;
 pub mod sharding;
 pub mod strategy;

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 pub use check::check_model;
 
 use crate::error::{Error, Problem};
+use crate::rotary::RotaryScaling;
 use crate::text::read_ron;
 use crate::units::{BatchSize, SequenceLength};
 use check::Problems;
@@ -50,6 +51,9 @@ pub struct ModelSpec {
     /// Base of the rotary frequencies; given for rotary positions only.
     #[serde(default = "default_rotary_base", skip_serializing_if = "is_default_rotary_base")]
     pub rotary_base: f64,
+    /// How rotary frequencies are lowered; as they are where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rotary_scaling: Option<RotaryScaling>,
     /// Token embedding.
     pub vocabulary: Vocabulary,
     /// A norm directly after the token embedding (BLOOM).
@@ -78,7 +82,7 @@ pub struct ModelSpec {
 /// Something that a published model computes otherwise than the operators of programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Deviation {
-    /// Rotary frequencies are scaled, for longer sequences than in pre-training.
+    /// Rotary frequencies are scaled otherwise than [`RotaryScaling`] says.
     RotaryScaling,
     /// Rotary embedding of a part of each head.
     PartialRotary,
@@ -272,7 +276,9 @@ impl Deviation {
     /// Why a model with it is not executed.
     pub fn reason(self) -> &'static str {
         match self {
-            Deviation::RotaryScaling => "scaled rotary frequencies are not compiled yet",
+            Deviation::RotaryScaling => {
+                "scaled rotary frequencies are compiled by Llama 3's rule and by one factor only"
+            }
             Deviation::PartialRotary => "rotary embedding of a part of each head is not compiled yet",
             Deviation::SlidingWindow => "sliding attention windows are not compiled yet",
             Deviation::ErrorFunctionGelu => "GeLU by the error function is not compiled yet, only its tanh form",

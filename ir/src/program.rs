@@ -12,6 +12,7 @@ use crate::graph::{Dim, DimName, DropoutSite, Element};
 use crate::kernel::Kernel;
 use crate::mesh::StageId;
 use crate::model::NormKind;
+use crate::rotary::RotaryScaling;
 use crate::units::Bytes;
 
 /// The programs of a plan.
@@ -226,15 +227,22 @@ pub enum Op {
     Silu,
     /// Operands: input, gradient of the result.
     SiluGradient,
-    /// Rotary position embedding: pair (i, i + width/2) of a head turns by position · base^(−2i/width).
+    /// Rotary position embedding: pair (i, i + width/2) of a head turns by position · frequency i
+    /// ([`rotary_frequencies`](crate::rotary::rotary_frequencies)).
     Rotary {
         /// Base of the frequencies.
         base: f64,
+        /// How they are scaled.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        scaling: Option<RotaryScaling>,
     },
     /// Its transpose.
     RotaryGradient {
         /// Base of the frequencies.
         base: f64,
+        /// How they are scaled.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        scaling: Option<RotaryScaling>,
     },
     /// The same numbers under other dim names.
     Rename,

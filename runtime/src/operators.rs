@@ -130,8 +130,8 @@ pub fn apply(op: &Op, operands: Vec<Operand>, result: &ResultShape) -> Tensor {
             let input = next();
             elementwise::zip(next(), input.tensor(), result, activation::silu_gradient)
         }
-        Op::Rotary { base } => rotary::rotary(next(), 1.0, *base, result),
-        Op::RotaryGradient { base } => rotary::rotary(next(), -1.0, *base, result),
+        Op::Rotary { base, scaling } => rotary::rotary(next(), 1.0, *base, *scaling, result),
+        Op::RotaryGradient { base, scaling } => rotary::rotary(next(), -1.0, *base, *scaling, result),
         Op::Rename => next().into_shared().renamed(result.dims),
         Op::Cast => match next() {
             same if same.tensor().format() == result.format => same.into_shared(),

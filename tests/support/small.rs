@@ -54,6 +54,7 @@ pub fn small_model(shape: Shape) -> ModelSpec {
             Family::Llama => Position::Rotary,
         },
         rotary_base: if llama { 500_000.0 } else { 10_000.0 },
+        rotary_scaling: None,
         vocabulary: Vocabulary { size: shape.vocabulary, padded: None },
         embedding_norm: shape.family == Family::Bloom,
         tied_embedding: shape.tied,

@@ -4,6 +4,7 @@ use super::array::{Array, for_each_index};
 use crate::graph::DimName;
 use crate::model::NormKind;
 use crate::program::{AttentionOperand, Op};
+use crate::rotary::{RotaryScaling, rotary_frequencies};
 
 /// What an operator knows of its result beside the operands.
 #[derive(Clone, Debug)]
@@ -52,8 +53,8 @@ pub fn apply(op: &Op, operands: &[&Array], result: &Result) -> Array {
             let s = sigmoid(x[0]);
             s * (1.0 + x[0] * (1.0 - s)) * x[1]
         }),
-        Op::Rotary { base } => rotary(operands[0], *base, 1.0),
-        Op::RotaryGradient { base } => rotary(operands[0], *base, -1.0),
+        Op::Rotary { base, scaling } => rotary(operands[0], *base, *scaling, 1.0),
+        Op::RotaryGradient { base, scaling } => rotary(operands[0], *base, *scaling, -1.0),
         Op::Rename => Array { dims: result.dims.to_vec(), data: operands[0].data.clone() },
         // The interpreter has no random numbers: it runs programs without dropout.
         Op::Cast | Op::Dropout(_) => operands[0].clone(),
@@ -328,8 +329,9 @@ fn gelu_slope(x: f64) -> f64 {
 }
 
 /// Rotates the pairs (i, i + width/2) of each head by position · frequency; `direction` −1 turns back.
-fn rotary(input: &Array, base: f64, direction: f64) -> Array {
+fn rotary(input: &Array, base: f64, scaling: Option<RotaryScaling>, direction: f64) -> Array {
     let width = input.extent(DimName::HeadDim);
+    let frequencies = rotary_frequencies(base, scaling, width);
     let half = width / 2;
     let mut result = input.clone();
     let position_of = |array: &Array| {
@@ -343,9 +345,8 @@ fn rotary(input: &Array, base: f64, direction: f64) -> Array {
     let strides = position_of(input);
     let rows = input.dims[..input.dims.len() - 1].to_vec();
     for_each_index(&rows, &[&strides[..rows.len()]], |row, at| {
-        for pair in 0..half {
-            let angle = direction * at[0] as f64 * base.powf(-2.0 * pair as f64 / width as f64);
-            let (sin, cos) = angle.sin_cos();
+        for (pair, frequency) in frequencies.iter().enumerate() {
+            let (sin, cos) = (direction * at[0] as f64 * frequency).sin_cos();
             let (a, b) = (input.data[row * width + pair], input.data[row * width + pair + half]);
             result.data[row * width + pair] = a * cos - b * sin;
             result.data[row * width + pair + half] = b * cos + a * sin;

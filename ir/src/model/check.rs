@@ -2,6 +2,7 @@
 
 use super::{Attention, DEFAULT_ROTARY_BASE, FeedForward, ModelSpec, Position, SIZE_LIMIT};
 use crate::error::{Error, Problem};
+use crate::rotary::RotaryScaling;
 use crate::units::BatchSize;
 
 /// Largest accepted number of layers; the deepest published models have a few hundred.
@@ -51,6 +52,32 @@ impl Problems<'_> {
     }
 }
 
+fn check_scaling_factors(scaling: Option<RotaryScaling>, problems: &mut Problems) {
+    let mut check = |value, name| problems.check_positive(value, &format!("rotary_scaling.{name}"));
+    match scaling {
+        None => {}
+        Some(RotaryScaling::Linear { factor }) => check(factor, "factor"),
+        Some(RotaryScaling::Llama3 {
+            factor,
+            low_frequency_factor: low,
+            high_frequency_factor: high,
+            original_length,
+        }) => {
+            check(factor, "factor");
+            check(low, "low_frequency_factor");
+            check(high, "high_frequency_factor");
+            problems.check_range(original_length, SIZE_LIMIT, "rotary_scaling.original_length");
+            if low >= high {
+                problems.add(
+                    format!("low_frequency_factor {low} is not below high_frequency_factor {high}"),
+                    "rotary_scaling.low_frequency_factor",
+                    "waves between the two are scaled in part: lower the one or raise the other",
+                );
+            }
+        }
+    }
+}
+
 fn check_sizes(model: &ModelSpec, problems: &mut Problems) {
     if model.name.is_empty() || !model.name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c)) {
         problems.add(
@@ -74,6 +101,7 @@ fn check_sizes(model: &ModelSpec, problems: &mut Problems) {
     }
     problems.check_positive(model.norm_epsilon, "norm_epsilon");
     problems.check_positive(model.rotary_base, "rotary_base");
+    check_scaling_factors(model.rotary_scaling, problems);
     check_attention_sizes(&model.attention, problems);
     check_feed_forward_sizes(&model.feed_forward, problems);
 }
@@ -150,6 +178,13 @@ fn check_relations(model: &ModelSpec, problems: &mut Problems) {
             format!("{} padded rows for {} tokens", model.vocabulary.rows(), model.vocabulary.size),
             "vocabulary.padded",
             "give at least as many rows as tokens, or leave the field out",
+        );
+    }
+    if model.position != Position::Rotary && model.rotary_scaling.is_some() {
+        problems.add(
+            format!("rotary_scaling is given but position is {:?}", model.position),
+            "rotary_scaling",
+            "leave the field out, or say position: Rotary",
         );
     }
     if model.position != Position::Rotary && model.rotary_base != DEFAULT_ROTARY_BASE {

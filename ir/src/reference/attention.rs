@@ -6,6 +6,7 @@ use super::Network;
 use super::operators::{Matrix, add, linear, linear_backward, softmax};
 use super::parameters::{Parameters, Sizes};
 use crate::model::Position;
+use crate::rotary::rotary_frequencies;
 
 /// What the backward pass needs of attention's forward pass.
 pub(super) struct AttentionForward {
@@ -159,19 +160,20 @@ pub(super) fn alibi_slopes(num_heads: usize) -> Vec<f64> {
     of_power(lower).chain(of_power(2 * lower).step_by(2)).take(num_heads).collect()
 }
 
-/// Rotary embedding of every head: the pair (i, i + head_dim/2) turns by position · base^(−2i/head_dim).
+/// Rotary embedding of every head: the pair (i, i + head_dim/2) turns by position · frequency i.
 ///
 /// The gradient turns back: `direction` is 1 forward and −1 backward.
 fn rotate(network: &Network, input: &Matrix, direction: f64) -> Matrix {
-    let (head_dim, base) = (network.sizes.head_dim, network.model.rotary_base);
+    let head_dim = network.sizes.head_dim;
     assert!(head_dim.is_multiple_of(2), "rotary embedding needs an even head_dim, not {head_dim}");
+    let frequencies = rotary_frequencies(network.model.rotary_base, network.model.rotary_scaling, head_dim);
     let mut output = Matrix::zeros(input.rows(), input.columns);
     for token in 0..input.rows() {
         let position = (token % network.sequence_length) as f64;
         for head_start in (0..input.columns).step_by(head_dim) {
-            for i in 0..head_dim / 2 {
+            for (i, frequency) in frequencies.iter().enumerate() {
                 let (first, second) = (head_start + i, head_start + i + head_dim / 2);
-                let angle = direction * position * base.powf(-2.0 * i as f64 / head_dim as f64);
+                let angle = direction * position * frequency;
                 let (x, y) = (input.row(token)[first], input.row(token)[second]);
                 output.row_mut(token)[first] = x * angle.cos() - y * angle.sin();
                 output.row_mut(token)[second] = y * angle.cos() + x * angle.sin();

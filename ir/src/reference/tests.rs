@@ -25,6 +25,7 @@ fn gpt2_like() -> ModelSpec {
         bias: Bias::All,
         position: Position::Learned,
         rotary_base: 10_000.0,
+        rotary_scaling: None,
         vocabulary: Vocabulary { size: 13, padded: Some(16) },
         embedding_norm: false,
         tied_embedding: true,
@@ -60,6 +61,7 @@ fn llama_like() -> ModelSpec {
         bias: Bias::None,
         position: Position::Rotary,
         rotary_base: 300.0,
+        rotary_scaling: None,
         tied_embedding: false,
         ..gpt2_like()
     }

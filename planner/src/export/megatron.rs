@@ -1,7 +1,10 @@
 //! A plan as flags of Megatron-LM; names and rules as in `foreign::megatron`.
 
+use std::iter;
+
 use ir::model::{Attention, Bias, DType, FeedForward, ModelSpec, NormKind, Position};
 use ir::plan::Plan;
+use ir::rotary::RotaryScaling;
 use ir::sharding::split_of;
 use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
 
@@ -120,10 +123,29 @@ fn feed_forward_flags(model: &ModelSpec) -> Vec<String> {
     }
 }
 
+/// Megatron knows Llama 3.1's scaling with its constants but for the factor.
+fn scaling_flags(scaling: RotaryScaling, remarks: &mut Vec<String>) -> String {
+    match scaling {
+        RotaryScaling::Linear { factor } => format!("--rotary-seq-len-interpolation-factor {factor}"),
+        RotaryScaling::Llama3 { factor, low_frequency_factor: low, high_frequency_factor: high, original_length } => {
+            if (low, high, original_length) != (1.0, 4.0, 8192) {
+                remarks.push(format!(
+                    "not in the flags: rotary scaling with factors {low} and {high} for {original_length} tokens; \
+                     --use-rope-scaling means 1 and 4 for 8192"
+                ));
+            }
+            format!("--use-rope-scaling --rope-scaling-factor {factor}")
+        }
+    }
+}
+
 fn position_flags(model: &ModelSpec, remarks: &mut Vec<String>) -> Vec<String> {
     let mut flags = match model.position {
         Position::Learned => Vec::new(),
-        Position::Rotary => vec![format!("--position-embedding-type rope --rotary-base {}", model.rotary_base as u64)],
+        Position::Rotary => {
+            let base = format!("--position-embedding-type rope --rotary-base {}", model.rotary_base as u64);
+            iter::once(base).chain(model.rotary_scaling.map(|scaling| scaling_flags(scaling, remarks))).collect()
+        }
         Position::Alibi => {
             remarks.push("only the Megatron-DeepSpeed forks have ALiBi positions".to_owned());
             vec!["--position-embedding-type alibi".to_owned()]

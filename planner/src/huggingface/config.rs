@@ -2,6 +2,7 @@
 
 use ir::error::{Error, Problem};
 use ir::model::{DType, Deviation, Vocabulary};
+use ir::rotary::RotaryScaling;
 use serde_json::{Map, Value};
 
 /// Longest name taken from `_name_or_path`; leaves room for an extension in a file name.
@@ -26,6 +27,7 @@ pub(super) struct Config<'a> {
 /// What a file says of rotary embedding.
 pub(super) struct Rotary {
     pub(super) base: f64,
+    pub(super) scaling: Option<RotaryScaling>,
     pub(super) deviations: Vec<Deviation>,
 }
 
@@ -88,8 +90,8 @@ impl<'a> Config<'a> {
 
     /// Rotary embedding: `rope_theta` and `rope_scaling`, or `rope_parameters` since transformers 5.
     pub(super) fn rotary(&mut self, default_base: f64) -> Rotary {
-        let mut rotary =
-            Rotary { base: self.number("rotary_base", &["rope_theta"], default_base), deviations: Vec::new() };
+        let base = self.number("rotary_base", &["rope_theta"], default_base);
+        let mut rotary = Rotary { base, scaling: None, deviations: Vec::new() };
         for name in ["rope_scaling", "rope_parameters"] {
             let Some((_, value)) = self.find(&[name]) else { continue };
             let Some(fields) = value.as_object() else {
@@ -100,9 +102,16 @@ impl<'a> Config<'a> {
                 self.names.push(("rotary_base", "rope_theta"));
                 rotary.base = self.float("rope_theta", base);
             }
-            let kind = fields.get("rope_type").or_else(|| fields.get("type"));
-            if kind.is_none_or(|kind| kind != "default") && !(kind.is_none() && name == "rope_parameters") {
-                rotary.deviations.push(Deviation::RotaryScaling);
+            match fields.get("rope_type").or_else(|| fields.get("type")).map(Value::as_str) {
+                Some(Some("default")) => {}
+                None if name == "rope_parameters" => {}
+                Some(Some("linear")) => {
+                    rotary.scaling = Some(RotaryScaling::Linear {
+                        factor: self.part(name, fields, "rotary_scaling.factor", "factor"),
+                    });
+                }
+                Some(Some("llama3")) => rotary.scaling = Some(self.llama3_scaling(name, fields)),
+                _ => rotary.deviations.push(Deviation::RotaryScaling),
             }
             if fields.get("partial_rotary_factor").is_some_and(is_partial) {
                 rotary.deviations.push(Deviation::PartialRotary);
@@ -114,6 +123,34 @@ impl<'a> Config<'a> {
         rotary.deviations.sort_unstable();
         rotary.deviations.dedup();
         rotary
+    }
+
+    fn llama3_scaling(&mut self, name: &'static str, fields: &Map<String, Value>) -> RotaryScaling {
+        let [factor, low_frequency_factor, high_frequency_factor, original_length] = [
+            ("rotary_scaling.factor", "factor"),
+            ("rotary_scaling.low_frequency_factor", "low_freq_factor"),
+            ("rotary_scaling.high_frequency_factor", "high_freq_factor"),
+            ("rotary_scaling.original_length", "original_max_position_embeddings"),
+        ]
+        .map(|(field, part)| self.part(name, fields, field, part));
+        let original_length = original_length as u64;
+        RotaryScaling::Llama3 { factor, low_frequency_factor, high_frequency_factor, original_length }
+    }
+
+    /// A number inside the object `name`.
+    fn part(&mut self, name: &str, fields: &Map<String, Value>, field: &'static str, part: &'static str) -> f64 {
+        self.names.push((field, part));
+        match fields.get(part) {
+            Some(value) => self.float(&format!("{name}.{part}"), value),
+            None => {
+                self.add(
+                    format!("{name} has no {part}"),
+                    name,
+                    format!("add {part}, as the model's authors publish it"),
+                );
+                1.0
+            }
+        }
     }
 
     /// Whether queries of some layers see fewer positions than the longest sequence has.

@@ -16,8 +16,8 @@ const LLAMA_3_8B: &str = r#"{"_name_or_path": "meta-llama/Llama-3.1-8B", "archit
     "attention_bias": false, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
     "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "llama", "num_attention_heads": 32,
     "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
-    "rope_scaling": {"factor": 8.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"},
-    "rope_theta": 500000.0,
+    "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0,
     "tie_word_embeddings": false, "torch_dtype": "bfloat16", "vocab_size": 128256}"#;
 const LLAMA_2_70B: &str = r#"{"_name_or_path": "llama-2-70b/", "hidden_act": "silu", "hidden_size": 8192,
     "intermediate_size": 28672, "max_position_embeddings": 4096, "model_type": "llama", "num_attention_heads": 64,
@@ -140,7 +140,8 @@ fn deviations_say_why_a_model_is_not_executed() {
     let table = [
         (GPT2, r#""activation_function": "gelu""#, Some("GeLU by the error function")),
         (GPT2, r#""scale_attn_weights": false"#, Some("the root of the head's width")),
-        (LLAMA_3_8B, r#""vocab_size": 128256"#, Some("scaled rotary frequencies")),
+        (LLAMA_3_8B, r#""vocab_size": 128256"#, None),
+        (LLAMA_3_8B, r#""rope_scaling": {"rope_type": "yarn", "factor": 4.0}"#, Some("scaled rotary frequencies")),
         (LLAMA_2_70B, r#""partial_rotary_factor": 0.5"#, Some("a part of each head")),
         (LLAMA_2_70B, r#""vocab_size": 32000"#, None),
         (MISTRAL, r#""sliding_window": 4096"#, Some("sliding attention windows")),
@@ -177,7 +178,8 @@ fn a_field_reaches_the_model() {
     let length: Part = |model| model.max_sequence_length.tokens().to_string();
     let numbers: Part = |model| format!("epsilon {:?} base {:?}", model.norm_epsilon, model.rotary_base);
     let deviations: Part = |model| format!("{:?}", model.deviations);
-    let table: [(&str, &str, Part, &str); 47] = [
+    let scaling: Part = |model| format!("{:?}", model.rotary_scaling);
+    let table: [(&str, &str, Part, &str); 48] = [
         (GPT2, r#""n_inner": null"#, feed_forward, "Gelu { intermediate_size: 3072 }"),
         (GPT2, r#""n_inner": 1000"#, feed_forward, "Gelu { intermediate_size: 1000 }"),
         (GPT2, r#""scale_attn_by_inverse_layer_idx": true"#, deviations, "[ScoreScale]"),
@@ -212,10 +214,11 @@ fn a_field_reaches_the_model() {
         (LLAMA_2_70B, r#""rope_parameters": {"rope_theta": 7, "rope_type": "default"}"#, deviations, "[]"),
         (LLAMA_2_70B, r#""rope_parameters": {"rope_theta": 7.5}"#, deviations, "[]"),
         (LLAMA_2_70B, r#""rope_parameters": {"rope_type": "yarn"}"#, deviations, "[RotaryScaling]"),
-        (LLAMA_2_70B, r#""rope_scaling": {"type": "linear", "factor": 2.0}"#, deviations, "[RotaryScaling]"),
+        (LLAMA_2_70B, r#""rope_scaling": {"type": "linear", "factor": 2.0}"#, scaling, "Some(Linear { factor: 2.0 })"),
         (LLAMA_2_70B, r#""partial_rotary_factor": 0.5"#, deviations, "[PartialRotary]"),
         (LLAMA_2_70B, r#""sliding_window": 64"#, deviations, "[]"),
-        (LLAMA_3_8B, r#""vocab_size": 128256"#, deviations, "[RotaryScaling]"),
+        (LLAMA_3_8B, r#""vocab_size": 128256"#, deviations, "[]"),
+        (LLAMA_3_8B, r#""vocab_size": 128256"#, scaling, "low_frequency_factor: 1.0, high_frequency_factor: 4.0"),
         (MISTRAL, r#""sliding_window": null"#, deviations, "[]"),
         (MISTRAL, r#""sliding_window": 32768"#, deviations, "[]"),
         (MISTRAL, r#""sliding_window": 4096"#, deviations, "[SlidingWindow]"),
@@ -274,6 +277,12 @@ fn a_field_that_cannot_be_represented_is_refused() {
         (LLAMA_2_70B, r#""rope_theta": -1"#, "rope_theta is -1 @ config.json, field rope_theta"),
         (LLAMA_2_70B, r#""rope_parameters": {"rope_theta": 0}"#, "rope_theta is 0 @ config.json, field rope_theta"),
         (LLAMA_2_70B, r#""rope_scaling": 2"#, "rope_scaling is 2 @ config.json, field rope_scaling"),
+        (
+            LLAMA_2_70B,
+            r#""rope_scaling": {"type": "linear"}"#,
+            "rope_scaling has no factor @ config.json, field rope_sc",
+        ),
+        (LLAMA_2_70B, r#""rope_scaling": {"type": "linear", "factor": 0}"#, "factor is 0 @ config.json, field factor"),
         (LLAMA_3_8B, r#""num_key_value_heads": 5"#, "num_key_value_heads 5 does not divide"),
         (MISTRAL, r#""attention_bias": true"#, "attention_bias is true @"),
         (MIXTRAL, r#""num_experts_per_tok": 9"#, "num_experts_per_tok 9 exceeds num_experts 8 @ config.json, field"),

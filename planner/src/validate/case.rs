@@ -190,6 +190,7 @@ fn model_of(run: &Run, tensor_parallel_stack: bool) -> Result<ModelSpec, String>
         bias: family.bias.unwrap_or(plain_bias),
         position: family.position.unwrap_or(plain_position),
         rotary_base: DEFAULT_ROTARY_BASE,
+        rotary_scaling: None,
         vocabulary: Vocabulary { size: rows, padded },
         embedding_norm: false,
         tied_embedding: !family.untied.unwrap_or(gated),

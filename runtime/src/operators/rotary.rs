@@ -1,13 +1,20 @@
 //! Rotary position embedding (RoFormer, arXiv 2104.09864): pairs (i, i + width/2) of a head are turned.
 
 use ir::graph::DimName;
+use ir::rotary::{RotaryScaling, rotary_frequencies};
 
 use super::{Operand, ResultShape, change_rows};
 use crate::tensor::Tensor;
 use crate::tensor::size_of;
 
-/// Turns each head's pairs by position · base^(−2i/width); `direction` −1 turns back.
-pub fn rotary(input: Operand, direction: f64, base: f64, result: &ResultShape) -> Tensor {
+/// Turns each head's pairs by position · frequency; `direction` −1 turns back.
+pub fn rotary(
+    input: Operand,
+    direction: f64,
+    base: f64,
+    scaling: Option<RotaryScaling>,
+    result: &ResultShape,
+) -> Tensor {
     let dims = &input.tensor().dims;
     let width = input.tensor().extent(DimName::HeadDim);
     let is_position = |name: DimName| name == DimName::Sequence || name == DimName::KeySequence;
@@ -15,7 +22,8 @@ pub fn rotary(input: Operand, direction: f64, base: f64, result: &ResultShape) -
     let positions = place.map_or(1, |place| dims[place].1);
     // Rows are heads: all dims but the last.
     let rows_between = place.map_or(1, |place| size_of(&dims[place + 1..]) / width);
-    let turns = turns(positions, width, direction, base);
+    let frequencies = rotary_frequencies(base, scaling, width);
+    let turns = turns(positions, direction, &frequencies);
     change_rows(input, width, result, |row, head| {
         let position = row / rows_between % positions;
         let turns = &turns[position * width..(position + 1) * width];
@@ -27,12 +35,11 @@ pub fn rotary(input: Operand, direction: f64, base: f64, result: &ResultShape) -
 }
 
 /// For each position the cosines of its pairs' angles, then the sines.
-fn turns(positions: usize, width: usize, direction: f64, base: f64) -> Vec<f32> {
-    let frequencies: Vec<f64> =
-        (0..width / 2).map(|pair| direction * base.powf(-2.0 * pair as f64 / width as f64)).collect();
+fn turns(positions: usize, direction: f64, frequencies: &[f64]) -> Vec<f32> {
+    let width = 2 * frequencies.len();
     let mut turns = Vec::with_capacity(positions * width);
     for position in 0..positions {
-        let angles = frequencies.iter().map(|frequency| position as f64 * frequency);
+        let angles = frequencies.iter().map(|frequency| direction * position as f64 * frequency);
         turns.extend(angles.clone().map(|angle| angle.cos() as f32));
         turns.extend(angles.map(|angle| angle.sin() as f32));
         turns.resize((position + 1) * width, 0.0);

@@ -1,6 +1,7 @@
 //! The `config.json` that tells the library transformers how to compute an exported model.
 
 use ir::model::{Attention, Bias, DType, FeedForward, ModelSpec};
+use ir::rotary::RotaryScaling;
 use serde_json::{Value, json};
 
 use super::architecture::Architecture;
@@ -110,9 +111,22 @@ fn rotary(model: &ModelSpec) -> Value {
         "num_hidden_layers": model.num_layers,
         "num_key_value_heads": model.attention.num_key_value_heads(),
         "rms_norm_eps": model.norm_epsilon,
-        "rope_scaling": null,
+        "rope_scaling": model.rotary_scaling.map(rope_scaling),
         "rope_theta": model.rotary_base,
     })
+}
+
+fn rope_scaling(scaling: RotaryScaling) -> Value {
+    match scaling {
+        RotaryScaling::Linear { factor } => json!({ "rope_type": "linear", "factor": factor }),
+        RotaryScaling::Llama3 { factor, low_frequency_factor, high_frequency_factor, original_length } => json!({
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": low_frequency_factor,
+            "high_freq_factor": high_frequency_factor,
+            "original_max_position_embeddings": original_length,
+        }),
+    }
 }
 
 fn intermediate_size(model: &ModelSpec) -> u64 {

@@ -4,6 +4,7 @@ use ir::model::{
     Attention, Bias, DEFAULT_NORM_EPSILON, DEFAULT_ROTARY_BASE, DType, Deviation, FeedForward, ModelSpec, NormKind,
     Position, Vocabulary,
 };
+use ir::rotary::RotaryScaling;
 use ir::sharding::VOCABULARY_MULTIPLE;
 use ir::units::SequenceLength;
 
@@ -42,7 +43,7 @@ pub(super) fn read_model(
     let attention = read_attention(flags, fork, shape[2].1.unwrap_or(1));
     let sequence = flags.first_count(&["--seq-length", "--encoder-seq-length"]);
     let maximum = flags.count("--max-position-embeddings");
-    let (position, rotary_base, deviations) = read_position(flags, settings);
+    let Positions { position, rotary_base, rotary_scaling, deviations } = read_position(flags, settings);
     let vocabulary = read_vocabulary(flags, given.is_none(), defaults);
     let norm = read_norm(flags);
     let model = ModelSpec {
@@ -60,6 +61,7 @@ pub(super) fn read_model(
         bias: read_bias(flags),
         position,
         rotary_base,
+        rotary_scaling,
         vocabulary,
         embedding_norm: flags.has("--embed-layernorm"),
         tied_embedding: !flags.has("--untie-embeddings-and-output-weights"),
@@ -281,7 +283,15 @@ fn repeated(text: &str) -> Option<Vec<u64>> {
     }
 }
 
-fn read_position(flags: &mut Flags, settings: &mut Settings) -> (Position, f64, Vec<Deviation>) {
+/// How positions enter, and what of it programs do not compute.
+struct Positions {
+    position: Position,
+    rotary_base: f64,
+    rotary_scaling: Option<RotaryScaling>,
+    deviations: Vec<Deviation>,
+}
+
+fn read_position(flags: &mut Flags, settings: &mut Settings) -> Positions {
     const KINDS: [&str; 10] =
         ["learned_absolute", "absolute", "rope", "rotary", "alibi", "yarn", "mrope", "relative", "none", "learned"];
     let kind = flags.word("--position-embedding-type", &KINDS).unwrap_or("learned_absolute");
@@ -291,8 +301,13 @@ fn read_position(flags: &mut Flags, settings: &mut Settings) -> (Position, f64, 
     flags.has("--no-position-embedding");
     let base = flags.number("--rotary-base").unwrap_or(DEFAULT_ROTARY_BASE);
     let share = flags.number("--rotary-percent").unwrap_or(1.0);
-    let scaling = [flags.has("--use-rope-scaling"), flags.number("--rotary-scaling-factor").is_some_and(|f| f != 1.0)];
-    let yarn = flags.word("--rope-type", &["rope", "yarn"]) == Some("yarn");
+    let scaling = read_scaling(flags);
+    // The factor is of YaRN, whatever the type.
+    let yarn = [
+        kind == "yarn",
+        flags.word("--rope-type", &["rope", "yarn"]) == Some("yarn"),
+        flags.number("--rotary-scaling-factor").is_some_and(|factor| factor != 1.0),
+    ];
     let window = flags.mentions("--window-size");
     let position = match kind {
         _ if rotary => Position::Rotary,
@@ -306,10 +321,9 @@ fn read_position(flags: &mut Flags, settings: &mut Settings) -> (Position, f64, 
         }
         _ => Position::Learned,
     };
-    let scaled = kind == "yarn" || yarn || scaling.into_iter().any(|scaling| scaling);
     let rope = position == Position::Rotary;
     let deviations = [
-        (rope && scaled, Deviation::RotaryScaling),
+        (rope && yarn.contains(&true), Deviation::RotaryScaling),
         (rope && share < 1.0, Deviation::PartialRotary),
         (window, Deviation::SlidingWindow),
     ];
@@ -318,7 +332,22 @@ fn read_position(flags: &mut Flags, settings: &mut Settings) -> (Position, f64, 
         settings.assumed.push(("--window-size".to_owned(), reason));
     }
     let deviations = deviations.into_iter().filter(|(holds, _)| *holds).map(|(_, deviation)| deviation).collect();
-    (position, if rope { base } else { DEFAULT_ROTARY_BASE }, deviations)
+    Positions {
+        position,
+        rotary_base: if rope { base } else { DEFAULT_ROTARY_BASE },
+        rotary_scaling: scaling.filter(|_| rope),
+        deviations,
+    }
+}
+
+/// Scaling as Llama 3.1 has it, or by one factor (Megatron-Core, `RotaryEmbedding`, with its constants).
+fn read_scaling(flags: &mut Flags) -> Option<RotaryScaling> {
+    let factor = flags.number("--rope-scaling-factor").unwrap_or(8.0);
+    let interpolated = flags.number("--rotary-seq-len-interpolation-factor").filter(|factor| *factor != 1.0);
+    let llama3 =
+        RotaryScaling::Llama3 { factor, low_frequency_factor: 1.0, high_frequency_factor: 4.0, original_length: 8192 };
+    let linear = interpolated.map(|factor| RotaryScaling::Linear { factor });
+    if flags.has("--use-rope-scaling") { Some(llama3) } else { linear }
 }
 
 /// The vocabulary with the rows that Megatron adds for one tensor rank; those for more are added later.
