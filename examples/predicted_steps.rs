@@ -32,12 +32,10 @@ const MODEL: &str = r#"(
 )"#;
 /// Rounds where none are given.
 const ROUNDS: usize = 7;
-/// Steps of a run.
-const STEPS: &str = "8";
-/// First steps of a run that do not count: memory that a process has not touched before makes them slow.
-const WARM_UP_STEPS: usize = 2;
-/// Steps of a run that measures a profile.
-const PROFILE_STEPS: &str = "12";
+/// Steps of a run, also of one that measures a profile: steps become a little faster one after another.
+const STEPS: &str = "12";
+/// First steps of a run that do not count, in a profile neither: memory not touched before makes them slow.
+const WARM_UP_STEPS: usize = 1;
 /// Predictions closer than this are a tie, and no prediction may be off by more.
 const TOLERANCE: f64 = 0.1;
 /// Share of the processors' time that other processes may take during a run.
@@ -125,7 +123,7 @@ fn measure(programs: &Path, folder: &Path, ranks: u64, flags: &str) -> Result<Pa
     plan(programs, ranks, flags, &assumed, &path)?;
     let profile = folder.join(format!("ranks{ranks}.ron"));
     let mut command = Command::new(programs.join("execute-plan"));
-    command.arg(&path).args(["--synthetic", "--steps", PROFILE_STEPS, "--profile"]).arg(&profile);
+    command.arg(&path).args(["--synthetic", "--steps", STEPS, "--profile"]).arg(&profile);
     run_undisturbed(&mut command)?;
     Ok(profile)
 }
