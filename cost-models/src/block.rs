@@ -165,9 +165,9 @@ fn add_computation(block: &Block, case: BlockCase, repeated: &[bool], cost: &mut
         if product.weights {
             cost.weight_gradients += weight_gradient;
         }
-        let launches = launches(&product, case);
-        cost.forward_kernels += launches;
-        cost.backward_kernels += 2 * launches;
+        let [forward_kernels, backward_kernels] = launches(&product, case);
+        cost.forward_kernels += forward_kernels;
+        cost.backward_kernels += backward_kernels;
         if product.attention_core {
             cost.attention_core += forward;
             cost.attention_core_backward += input_gradient + weight_gradient;

@@ -2,6 +2,7 @@
 
 use hardware_profiles::device::MatmulFormat;
 use ir::graph::{Block, BlockRole, Dim, DimName, OperatorKind};
+use ir::sharding::TensorSplit;
 use ir::units::Seconds;
 use petgraph::graph::NodeIndex;
 
@@ -32,13 +33,29 @@ pub fn product_times(product: &Product, case: BlockCase) -> [Seconds; 3] {
     [forward + converted, left + conversion(shape.m * shape.n, each + alone), right]
 }
 
-/// Kernels that the host issues for a product: a grouped one is a product of each expert (NVIDIA/TransformerEngine,
-/// pytorch/cpp_extensions/gemm.py, general_grouped_gemm, over several cuBLAS streams).
-pub fn launches(product: &Product, case: BlockCase) -> u64 {
-    match &case.machine.stack.kernels.experts {
-        Some(_) if product.grouped => product.shape.batch as u64,
-        _ => 1,
+/// Kernels that convert one operand to a format with one scale: its largest element, the scale, and the conversion
+/// (NVIDIA/TransformerEngine, pytorch/csrc/quantizer.cpp, Float8CurrentScalingQuantizer).
+const CONVERSIONS_OF_ONE_SCALE: u64 = 3;
+/// Kernels that convert one operand to a format whose blocks have scales of their own.
+const CONVERSIONS_OF_BLOCK_SCALES: u64 = 1;
+
+/// Kernels that the host issues for a product in forward, and for both gradients in backward.
+///
+/// A grouped one is a product of each expert (NVIDIA/TransformerEngine, pytorch/cpp_extensions/gemm.py,
+/// general_grouped_gemm, over several cuBLAS streams), whose tokens, and in backward their gradients, are converted
+/// expert by expert too where products are in a format below the model's (NVIDIA/TransformerEngine, pull request 1525).
+/// Devices that multiply 4-bit floats take scales of blocks; others need one for each operand.
+pub fn launches(product: &Product, case: BlockCase) -> [u64; 2] {
+    let grouped = product.grouped && case.machine.stack.kernels.experts.is_some();
+    if !grouped {
+        return [1, 2];
     }
+    let conversions = match (product.format, &case.machine.device.peak.fp4) {
+        (MatmulFormat::Model, _) => 0,
+        (_, Some(_)) => CONVERSIONS_OF_BLOCK_SCALES,
+        (_, None) => CONVERSIONS_OF_ONE_SCALE,
+    };
+    [1, 2].map(|products| product.shape.batch as u64 * (products + conversions))
 }
 
 /// A matrix product, or several of one input that are computed as one.
@@ -58,13 +75,14 @@ pub struct Product {
 /// Matrix products of a block; projections of one input are joined where the stack joins them.
 pub fn products(block: &Block, case: BlockCase) -> Vec<Product> {
     let joint = case.machine.stack.kernels.joint_projections;
+    // Projections of one input whose results the tensor axis can split, whether or not it does.
+    let divided = TensorSplit { tensor_parallel: 2, key_value_ways: 2, ..case.split };
     let mut products: Vec<(Option<NodeIndex>, Product)> = Vec::new();
     for node in block.graph.node_indices() {
         let Some(shape) = product_shape(block, node, case) else { continue };
         let operator = &block.graph[node];
         let operands = block.operands(node);
-        let split = case.split.splits(&operator.output);
-        let joinable = joint && split && block.graph[operands[1]].is_parameter();
+        let joinable = joint && divided.splits(&operator.output) && block.graph[operands[1]].is_parameter();
         let input = joinable.then_some(operands[0]);
         match products.iter_mut().find(|(seen, _)| seen.is_some() && *seen == input) {
             Some((_, product)) => product.shape.n += shape.n,
@@ -111,4 +129,52 @@ fn product_shape(block: &Block, node: NodeIndex, case: BlockCase) -> Option<Matm
         shape.m /= case.split.tensor_parallel as f64;
     }
     Some(shape)
+}
+
+#[cfg(test)]
+mod tests {
+    use hardware_profiles::{find_cluster, find_device, find_stack};
+    use ir::graph::{Extents, build_graph};
+    use ir::model::{DType, read_model};
+    use ir::sharding::tensor_split;
+
+    use super::*;
+    use crate::block::{block_cost, block_structure};
+    use crate::collective::Placement;
+    use crate::machine::Machine;
+
+    /// Kernels of both passes of a layer of Mixtral.
+    fn kernels(cluster: &str, matmul_format: MatmulFormat) -> [u64; 2] {
+        let model =
+            read_model(include_str!("../../../examples/mixtral-8x7b.ron"), "mixtral").expect("it is an example");
+        let graph = build_graph(&model);
+        let cluster = find_cluster(cluster, "test").expect("it is built in");
+        let device = find_device(&cluster.device, "test").expect("it is built in");
+        let stack = find_stack("megatron-core-2025", "test").expect("it is built in");
+        let machine = Machine { node_gpus: 8, matmul_format, device, cluster, stack };
+        let alone = Placement { size: 1, per_domain: 1, domains: 1 };
+        let case = BlockCase {
+            split: tensor_split(&model, 1, false).expect("one rank splits nothing"),
+            tensor_group: alone,
+            context_group: alone,
+            expert_group: alone,
+            extents: Extents { micro_batch: 1, sequence_length: 4096 },
+            dtype: DType::BF16,
+            machine: &machine,
+            structure: &block_structure(&graph.blocks[1], &machine),
+        };
+        let cost = block_cost(&graph.blocks[1], case);
+        [cost.forward_kernels, cost.backward_kernels]
+    }
+
+    #[test]
+    fn tokens_of_each_expert_are_converted_apart() {
+        let added = |cluster| {
+            let [plain, converted] = [MatmulFormat::Model, MatmulFormat::Fp8].map(|format| kernels(cluster, format));
+            [0, 1].map(|pass| converted[pass] - plain[pass])
+        };
+        // Two grouped products, of which that for gate and up is one, over 8 experts.
+        assert_eq!(added("dgx-h100"), [2 * 8 * 3; 2]);
+        assert_eq!(added("dgx-b200"), [2 * 8; 2]);
+    }
 }

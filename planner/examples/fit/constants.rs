@@ -113,8 +113,16 @@ const FIXED: [(&str, &str); 2] =
 /// bigscience-workshop/bigscience, experiments/bandwidth): A100's NVLink as on vTrain's nodes, 229 of 300 GB/s; V100's
 /// 124 of 150 GB/s; Jean Zay's network 5.06 of 12.5 GB/s on 4 nodes of A100, 6.8 on 16 of V100. Devices: the best achieved
 /// matmul over the peak (stas00/ml-engineering, compute/accelerator/README.md, MAMF table), GB300 as GB200; products with
-/// odd extents at half of the rate without tensor cores, 78 of 312 TFLOP/s on A100 (NVIDIA A100 data sheet).
-const PRIORS: [(&str, &str, f64); 14] = [
+/// odd extents at half of the rate without tensor cores, 78 of 312 TFLOP/s on A100 (NVIDIA A100 data sheet): 0.125.
+///
+/// Stacks: FSDP of 2023 had FlashAttention's first kernels, 0.25 to 0.4 of A100's peak (arXiv 2307.08691, abstract), of
+/// the 0.454 of its profile; that of 2024 the second ones, on H100 298 TFLOP/s forward and 291 backward over 2,048 tokens
+/// (arXiv 2407.08608, figures 5 and 6), 0.296 of the peak, of the 0.45 of its profile. Both run layers operator by
+/// operator: PyTorch's own norm takes 509 us for both passes over 8192 x 4096 numbers of fp16 on A100 (pytorch/pytorch,
+/// pull request 87445), at five passes 659 GB/s or 0.37 of what its memory streams, and its 10 of the 42 tensors that a
+/// layer of GPT streams come with 6 more, the gradients of query, key and value that are concatenated:
+/// 42 / (10 / 0.37 + 32 + 6) = 0.65.
+const PRIORS: [(&str, &str, f64); 18] = [
     ("jean-zay-a100-80gb", "intra.efficiency", 0.7645),
     ("jean-zay-a100-80gb", "inter.efficiency", 0.405),
     ("jean-zay-a100-80gb", "intra.hop_latency", 2.6e-6),
@@ -123,12 +131,16 @@ const PRIORS: [(&str, &str, f64); 14] = [
     ("jean-zay-v100", "intra.hop_latency", 2.6e-6),
     ("a100-sxm-80gb", "maximum", 0.869),
     ("a100-sxm-80gb", "eights", 0.99),
-    ("a100-sxm-80gb", "odd", 0.1),
+    ("a100-sxm-80gb", "odd", 0.125),
     ("h100-sxm-80gb", "maximum", 0.803),
     ("b200-sxm-180gb", "maximum", 0.776),
     ("b300-sxm-288gb", "maximum", 0.786),
     ("gb200-186gb", "maximum", 0.729),
     ("gb300-288gb", "maximum", 0.729),
+    ("fsdp-2023", "attention_speed", 0.716),
+    ("fsdp-2024", "attention_speed", 0.66),
+    ("fsdp-2023", "streaming_speed", 0.65),
+    ("fsdp-2024", "streaming_speed", 0.65),
 ];
 
 /// Profiles that take numbers from a fitted one: all of an equal chip's matmul block with its origin, or single numbers,

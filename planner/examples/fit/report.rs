@@ -12,7 +12,7 @@ use crate::{Sample, fit, log_error, set};
 const FOLDS: usize = 5;
 
 /// A source whose authors say that equal runs differ by 40 %: it tells no interval of a stack that has other runs.
-const NOISY: &str = "bigscience-workshop/bigscience (V100 gpt2)";
+pub const NOISY: &str = "bigscience-workshop/bigscience (V100 gpt2)";
 
 /// A run that a fit has not seen.
 pub struct Unseen {
