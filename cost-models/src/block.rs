@@ -25,8 +25,8 @@ use crate::collective::{CollectiveKind, Placement, collective_time, copies_acros
 use crate::machine::Machine;
 use context::context_exchange_times;
 pub use kept::{BlockStructure, block_structure};
-use kept::{add_kept, inputs, leaves, needs_inputs, needs_output};
-use products::{launches, product_times, products};
+use kept::{KernelOperators, add_kept, needs_inputs, needs_output};
+use products::{Product, launches, product_times, products};
 use weight_inputs::weight_inputs;
 
 /// Flash attention's backward does 2.5 times the forward's FLOPs: five products to two (Dao,
@@ -104,9 +104,8 @@ pub struct BlockCase<'a> {
 /// Costs one execution of a block.
 pub fn block_cost(block: &Block, case: BlockCase) -> BlockCost {
     let mut cost = BlockCost { input: input_bytes(block, case), ..BlockCost::default() };
-    let repeated = repeated_nodes(block, case);
-    add_computation(block, case, &repeated, &mut cost);
-    add_communication(block, case, &repeated, &mut cost);
+    add_computation(block, case, &mut cost);
+    add_communication(block, case, &mut cost);
     cost.expert_exchange = expert_exchange_time(block, case);
     let [forward, backward] = context_exchange_times(block, case, [cost.attention_core, cost.attention_core_backward]);
     (cost.exchange, cost.exchange_backward) = (cost.expert_exchange + forward, cost.expert_exchange + backward);
@@ -115,7 +114,17 @@ pub fn block_cost(block: &Block, case: BlockCase) -> BlockCost {
     cost
 }
 
-impl BlockCase<'_> {
+impl<'a> BlockCase<'a> {
+    /// Producers of an operator's operands, in operand order.
+    fn operands(&self, node: NodeIndex) -> &'a [NodeIndex] {
+        &self.structure.operands[node.index()]
+    }
+
+    /// Whether full recomputation computes an operator again.
+    fn is_repeated(&self, node: NodeIndex) -> bool {
+        self.structure.repeated[node.index()]
+    }
+
     fn bytes(&self, block: &Block, node: NodeIndex) -> f64 {
         let tensor = &block.graph[node].output;
         let elements = match block.graph[node].is_parameter() {
@@ -132,8 +141,8 @@ fn input_bytes(block: &Block, case: BlockCase) -> Bytes {
 }
 
 /// Operators that full recomputation computes again: all, or those that lead to a tensor that backward reads.
-fn repeated_nodes(block: &Block, case: BlockCase) -> Vec<bool> {
-    if !case.machine.stack.kernels.repeats_needed_only {
+fn repeated_nodes(block: &Block, machine: &Machine) -> Vec<bool> {
+    if !machine.stack.kernels.repeats_needed_only {
         return vec![true; block.graph.node_count()];
     }
     let mut repeated = vec![false; block.graph.node_count()];
@@ -151,12 +160,13 @@ fn repeated_nodes(block: &Block, case: BlockCase) -> Vec<bool> {
     repeated
 }
 
-fn add_computation(block: &Block, case: BlockCase, repeated: &[bool], cost: &mut BlockCost) {
+fn add_computation(block: &Block, case: BlockCase, cost: &mut BlockCost) {
     let flash = case.machine.stack.kernels.flash_attention;
     let every_second = case.machine.stack.kernels.selective_recompute == SelectiveRecompute::EverySecondProduct;
     let shown = |core: bool| !(flash && core);
-    for (index, product) in products(block, case).into_iter().filter(|p| shown(p.attention_core)).enumerate() {
-        let [forward, input_gradient, weight_gradient] = product_times(&product, case);
+    let products = products(block, case);
+    for (index, product) in products.iter().filter(|p| shown(p.attention_core)).enumerate() {
+        let [forward, input_gradient, weight_gradient] = product_times(product, case);
         if if every_second { is_repeated_product(index) } else { product.attention_core } {
             cost.selected += forward;
         }
@@ -165,18 +175,18 @@ fn add_computation(block: &Block, case: BlockCase, repeated: &[bool], cost: &mut
         if product.weights {
             cost.weight_gradients += weight_gradient;
         }
-        let [forward_kernels, backward_kernels] = launches(&product, case);
+        let [forward_kernels, backward_kernels] = launches(product, case);
         cost.forward_kernels += forward_kernels;
         cost.backward_kernels += backward_kernels;
         if product.attention_core {
             cost.attention_core += forward;
             cost.attention_core_backward += input_gradient + weight_gradient;
         }
-        if repeated[product.node.index()] {
+        if case.is_repeated(product.node) {
             cost.repeated += forward;
         }
     }
-    for kernel in elementwise_kernels(block, case).into_iter().filter(|kernel| shown(kernel.attention_core)) {
+    for kernel in elementwise_kernels(block, case).filter(|kernel| shown(kernel.attention_core)) {
         if every_second || kernel.attention_core {
             cost.selected += kernel.forward;
         }
@@ -188,7 +198,7 @@ fn add_computation(block: &Block, case: BlockCase, repeated: &[bool], cost: &mut
             cost.attention_core += kernel.forward;
             cost.attention_core_backward += kernel.backward;
         }
-        if kernel.members.iter().any(|node| repeated[node.index()]) {
+        if kernel.repeated {
             cost.repeated += kernel.forward;
         }
     }
@@ -200,7 +210,7 @@ fn add_computation(block: &Block, case: BlockCase, repeated: &[bool], cost: &mut
         cost.backward += experts.routing.value;
     }
     if flash {
-        let forward = flash_attention_time(block, case);
+        let forward = flash_attention_time(&products, case);
         let launched = u64::from(forward.0 > 0.0);
         cost.forward_kernels += launched;
         cost.backward_kernels += launched;
@@ -220,8 +230,8 @@ fn is_repeated_product(index: usize) -> bool {
 }
 
 /// Forward time of a flash-attention kernel: half of the score matrix at the device's efficiency.
-fn flash_attention_time(block: &Block, case: BlockCase) -> Seconds {
-    let flops: f64 = products(block, case).iter().filter(|p| p.attention_core).map(|p| p.shape.flops()).sum();
+fn flash_attention_time(products: &[Product], case: BlockCase) -> Seconds {
+    let flops: f64 = products.iter().filter(|p| p.attention_core).map(|p| p.shape.flops()).sum();
     if flops == 0.0 {
         return Seconds(0.0);
     }
@@ -231,17 +241,16 @@ fn flash_attention_time(block: &Block, case: BlockCase) -> Seconds {
 }
 
 struct Kernel {
-    members: Vec<NodeIndex>,
     forward: Seconds,
     backward: Seconds,
     attention_core: bool,
+    repeated: bool,
 }
 
 /// Memory-bound kernels of a block, neighbours joined where the stack fuses them.
-fn elementwise_kernels(block: &Block, case: BlockCase) -> Vec<Kernel> {
-    let kernels = case.structure.kernels.iter().cloned();
-    let fused = kernels.filter_map(|members| elementwise_kernel(block, members, case));
-    fused.chain(dropout_kernel(block, case)).collect()
+fn elementwise_kernels<'a>(block: &'a Block, case: BlockCase<'a>) -> impl Iterator<Item = Kernel> + 'a {
+    let fused = case.structure.kernels.iter().filter_map(move |group| elementwise_kernel(block, group, case));
+    fused.chain(dropout_kernel(block, case))
 }
 
 /// The kernel that drops attention weights: it reads and writes them, and writes a mask of one byte for each that
@@ -250,7 +259,7 @@ fn dropout_kernel(block: &Block, case: BlockCase) -> Option<Kernel> {
     let (node, weights, mask) = dropped_weights(block, case)?;
     let time = Seconds((2.0 * weights + mask) / case.machine.streaming_bandwidth().0);
     let time = time.max(case.machine.stack.kernels.launch_floor.value);
-    Some(Kernel { members: vec![node], forward: time, backward: time, attention_core: true })
+    Some(Kernel { forward: time, backward: time, attention_core: true, repeated: case.is_repeated(node) })
 }
 
 /// Attention weights that training drops some of: bytes of the weights and of the mask.
@@ -284,7 +293,8 @@ fn fused_groups(block: &Block, machine: &Machine) -> BTreeMap<usize, Vec<NodeInd
 
 /// Time of a kernel by the bytes that enter and leave it; backward reads the outputs' gradients and the
 /// kept inputs and writes the inputs' gradients.
-fn elementwise_kernel(block: &Block, members: Vec<NodeIndex>, case: BlockCase) -> Option<Kernel> {
+fn elementwise_kernel(block: &Block, group: &KernelOperators, case: BlockCase) -> Option<Kernel> {
+    let members = &group.members;
     let first = &block.graph[members[0]];
     let matrix = matches!(first.kind, OperatorKind::Contraction { .. } | OperatorKind::GroupedContraction { .. });
     let source = matches!(first.kind, OperatorKind::Input | OperatorKind::Parameter { .. } | OperatorKind::AsKeys);
@@ -293,9 +303,8 @@ fn elementwise_kernel(block: &Block, members: Vec<NodeIndex>, case: BlockCase) -
     if matrix || source || epilogue {
         return None;
     }
-    let leaving = members.iter().filter(|node| leaves(block, **node, &members));
-    let outputs: f64 = leaving.map(|node| case.bytes(block, *node)).sum();
-    let read: f64 = inputs(block, &members).into_iter().map(|node| traffic_of_input(block, node, &members, case)).sum();
+    let outputs: f64 = group.outputs.iter().map(|node| case.bytes(block, *node)).sum();
+    let read: f64 = group.inputs.iter().map(|node| traffic_of_input(block, *node, members, case)).sum();
     let kept: f64 =
         members.iter().filter(|node| needs_inputs(&block.graph[**node].kind)).map(|_| read).fold(0.0, f64::max);
     let floor = case.machine.stack.kernels.launch_floor.value;
@@ -310,7 +319,8 @@ fn elementwise_kernel(block: &Block, members: Vec<NodeIndex>, case: BlockCase) -
     };
     let backward =
         if belongs_to_loss(first, case) && first.kind != OperatorKind::Exp { Seconds(0.0) } else { backward };
-    Some(Kernel { members, forward, backward, attention_core })
+    let repeated = members.iter().any(|node| case.is_repeated(*node));
+    Some(Kernel { forward, backward, attention_core, repeated })
 }
 
 /// Whether an operator is a kernel of its own in forward and part of the loss's one kernel in backward, which makes
@@ -350,7 +360,7 @@ fn traffic_of_input(block: &Block, input: NodeIndex, members: &[NodeIndex], case
 /// in backward (Megatron's f), once for all products that read it. With sequence parallelism each
 /// all_reduce is a reduce_scatter there and an all_gather on the other side, and the gathered input is
 /// gathered once more in backward for the weight's gradient (arXiv 2205.05198, section 4.2.2).
-fn add_communication(block: &Block, case: BlockCase, repeated: &[bool], cost: &mut BlockCost) {
+fn add_communication(block: &Block, case: BlockCase, cost: &mut BlockCost) {
     if case.split.tensor_parallel == 1 {
         return;
     }
@@ -368,21 +378,21 @@ fn add_communication(block: &Block, case: BlockCase, repeated: &[bool], cost: &m
     let pair = |bytes| time(CollectiveKind::ReduceScatter, bytes) + time(CollectiveKind::AllGather, bytes);
     let mut split_inputs: Vec<NodeIndex> = Vec::new();
     for node in block.graph.node_indices() {
-        let operands = block.operands(node);
-        let whole_bytes = message_bytes(block, node, case);
-        if is_partial(block, node, &operands, case) {
+        let operands = case.operands(node);
+        if is_partial(block, node, operands, case) {
+            let whole_bytes = message_bytes(block, node, case);
             let scatters = case.split.sequence_parallel && block.graph[node].output.extent(DimName::Hidden).is_some();
             let kind = if scatters { CollectiveKind::ReduceScatter } else { CollectiveKind::AllReduce };
             let reduction = time(kind, whole_bytes);
             cost.forward_communication += reduction;
-            if repeated[node.index()] {
+            if case.is_repeated(node) {
                 cost.repeated_communication += reduction;
             }
             if scatters {
                 cost.backward_communication += time(CollectiveKind::AllGather, whole_bytes);
             }
-        } else if splits_its_input(block, node, &operands, case) {
-            split_inputs.push(before_dispatch(block, operands[0]));
+        } else if splits_its_input(block, node, operands, case) {
+            split_inputs.push(before_dispatch(block, operands[0], case));
         }
     }
     split_inputs.sort_unstable();
@@ -450,9 +460,9 @@ fn message_bytes(block: &Block, node: NodeIndex, case: BlockCase) -> f64 {
 }
 
 /// The tensor that a dispatch copies, or the tensor itself.
-fn before_dispatch(block: &Block, node: NodeIndex) -> NodeIndex {
+fn before_dispatch(block: &Block, node: NodeIndex, case: BlockCase) -> NodeIndex {
     match block.graph[node].kind {
-        OperatorKind::Dispatch => block.operands(node)[0],
+        OperatorKind::Dispatch => case.operands(node)[0],
         _ => node,
     }
 }

@@ -25,13 +25,11 @@ use crate::pipeline::{StageTime, pipeline_time, stage_totals};
 pub use bound::{passes_lower_bound, pipeline_lower_bound_of, split_lower_bound, step_lower_bound, tail_lower_bound};
 use data::{HeldParameters, exposed, state_groups};
 use load::shards_of;
-pub use load::{host_memory_of, stage_load, stage_memory_holding, stage_memory_of};
+pub use load::{host_memory_of, least_layer_memory, stage_load, stage_memory_holding, stage_memory_of};
 use tail::longest_tail;
 
 pub use provenance::with_provenance;
 
-/// Order of the norm that stands for the longer of the host's and the kernels' time.
-const SHARPNESS: f64 = 4.0;
 /// Collectives of the tensor axis in one pass of a layer.
 const TENSOR_COLLECTIVES: u64 = 2;
 
@@ -247,7 +245,7 @@ fn hidden_exchange(machine: &Machine, strategy: &Strategy) -> f64 {
 }
 
 /// Time by which the host delays a block: it issues the kernels one by one, and runs ahead in some parts of the block
-/// and behind in others, so that the longer of both times is rounded (a norm of order [`SHARPNESS`]).
+/// and behind in others, so that the longer of both times is rounded: a norm of order four.
 fn host_waits(
     scenario: Scenario,
     cost: &BlockCost,
@@ -262,7 +260,8 @@ fn host_waits(
     let backward = cost.backward_kernels + collectives + again;
     let wait = |kernels: u64, pass: Seconds| {
         let issue = each.value.0 * kernels as f64;
-        Seconds((issue.powf(SHARPNESS) + pass.0.powf(SHARPNESS)).powf(1.0 / SHARPNESS) - pass.0)
+        let fourth = |time: f64| (time * time) * (time * time);
+        Seconds((fourth(issue) + fourth(pass.0)).sqrt().sqrt() - pass.0)
     };
     [wait(forward, passes[0]), wait(backward, passes[1])]
 }

@@ -9,7 +9,7 @@ use ir::plan::{StopReason, TimeTerm};
 use ir::units::{BytesPerSecond, Seconds};
 
 use crate::request::Request;
-use crate::search::{Costs, Scored, score_layout, search_best_remembering};
+use crate::search::{Costs, Scored, score_layout, search_within};
 use crate::watch::Watch;
 
 /// Speed-up after which what is left of a resource's time is no longer seen.
@@ -85,7 +85,7 @@ pub fn limits(
         let scored = score_layout(&on_machine(request, free), graph, &winner.strategy);
         scored.map_or(0.0, |scored| gain(scored.prediction.step))
     };
-    let roomier = with_twice_the_memory(request, graph, watch, costs);
+    let roomier = with_twice_the_memory(request, graph, watch, costs, step);
     let bubble = winner.prediction.terms.get(&TimeTerm::Bubble).copied().unwrap_or_default();
     let mut bindings: Vec<Binding> = [
         (Limit::Memory, roomier.as_ref().map_or(0.0, |scored| gain(scored.prediction.step))),
@@ -109,9 +109,16 @@ pub fn on_machine(request: &Request, change: impl FnOnce(&mut Machine)) -> Reque
     changed
 }
 
-fn with_twice_the_memory(request: &Request, graph: &ModelGraph, watch: &Watch, costs: &mut Costs) -> Option<Scored> {
+/// The best layout with twice the memory, of those that take no longer than the present one does.
+fn with_twice_the_memory(
+    request: &Request,
+    graph: &ModelGraph,
+    watch: &Watch,
+    costs: &mut Costs,
+    step: Seconds,
+) -> Option<Scored> {
     let roomy = on_machine(request, |machine| machine.device.memory.value = machine.device.memory.value * 2);
-    let outcome = search_best_remembering(&Request { top: 1, ..roomy }, graph, &watch.of_a_step(), costs);
+    let outcome = search_within(&Request { top: 1, ..roomy }, graph, &watch.of_a_step(), costs, step);
     outcome.best.into_iter().next().filter(|_| outcome.stop_reason == StopReason::Optimal)
 }
 

@@ -164,6 +164,8 @@ impl PartitionProblem {
             let second = needed(excess - first as f64 * saved[0], saved[1]);
             (second <= layers[1] as f64).then_some([first, second as u64])
         });
+        // Of one run as few as save enough are cheapest.
+        let choices = choices.take(if layers[1] == 0 { 1 } else { usize::MAX });
         choices.min_by(|a, b| dot(*a, self.repeat_time).total_cmp(&dot(*b, self.repeat_time)))
     }
 }

@@ -16,7 +16,7 @@ use ir::graph::ModelGraph;
 use ir::model::{MAX_LAYER_RUNS, layer_runs};
 use ir::plan::StopReason;
 use ir::strategy::Strategy;
-use ir::units::Bytes;
+use ir::units::{Bytes, Seconds};
 
 use crate::partition::LayerCounts;
 use crate::request::Request;
@@ -107,17 +107,25 @@ pub fn search_watched(request: &Request, graph: &ModelGraph, watch: &Watch) -> O
 
 /// [`search_watched`], which adds the costs that it computes to those that it is given.
 pub fn search_remembering(request: &Request, graph: &ModelGraph, watch: &Watch, costs: &mut Costs) -> Outcome {
-    search_for(request, graph, watch, costs, undifferentiable(&request.model).is_none())
+    let seeks_executable = undifferentiable(&request.model).is_none();
+    search_for(request, graph, watch, costs, Found::new(request, seeks_executable, ENDLESS))
 }
 
 /// [`search_watched`] for the best layouts only, whether or not they can be executed.
 pub fn search_best(request: &Request, graph: &ModelGraph, watch: &Watch) -> Outcome {
-    search_best_remembering(request, graph, watch, &mut costs(request, graph))
+    search_within(request, graph, watch, &mut costs(request, graph), ENDLESS)
 }
 
-/// [`search_best`] with costs of the same model on a machine that differs in nothing but its memory.
-pub fn search_best_remembering(request: &Request, graph: &ModelGraph, watch: &Watch, costs: &mut Costs) -> Outcome {
-    search_for(request, graph, watch, costs, false)
+/// [`search_best`] of layouts that take no longer than a time, with costs of the same model on a machine that differs in
+/// nothing but its memory.
+pub fn search_within(
+    request: &Request,
+    graph: &ModelGraph,
+    watch: &Watch,
+    costs: &mut Costs,
+    longest: Seconds,
+) -> Outcome {
+    search_for(request, graph, watch, costs, Found::new(request, false, longest))
 }
 
 /// No costs yet.
@@ -125,17 +133,13 @@ pub fn costs<'a>(request: &'a Request, graph: &'a ModelGraph) -> Costs<'a> {
     Costs::new(scenario(request, graph))
 }
 
-fn search_for(
-    request: &Request,
-    graph: &ModelGraph,
-    watch: &Watch,
-    costs: &mut Costs,
-    seeks_executable: bool,
-) -> Outcome {
+/// A time that every layout is within.
+const ENDLESS: Seconds = Seconds(f64::INFINITY);
+
+fn search_for(request: &Request, graph: &ModelGraph, watch: &Watch, costs: &mut Costs, mut found: Found) -> Outcome {
     let scenario = scenario(request, graph);
     let space = enumerate(request);
     let mut tree = Tree::new(request, scenario, &space, run_lengths(request), costs);
-    let mut found = Found::new(request, seeks_executable);
     let mut interrupted = 0;
     watch.begin(tree.count());
     while let Some(node) = tree.pop() {
@@ -152,7 +156,7 @@ fn search_for(
     }
     let Found { best, executable, feasible, pruned, rejected, .. } = found;
     let mut outcome = Outcome {
-        executable: executable.filter(|scored| best[0].strategy != scored.strategy),
+        executable: executable.filter(|scored| best.first().is_none_or(|best| best.strategy != scored.strategy)),
         best,
         enumerated: space.enumerated,
         feasible,
@@ -170,6 +174,7 @@ fn search_for(
 struct Found {
     top: usize,
     seeks_executable: bool,
+    longest: Seconds,
     best: Vec<Scored>,
     executable: Option<Scored>,
     feasible: u64,
@@ -178,10 +183,11 @@ struct Found {
 }
 
 impl Found {
-    fn new(request: &Request, seeks_executable: bool) -> Found {
+    fn new(request: &Request, seeks_executable: bool, longest: Seconds) -> Found {
         Found {
             top: request.top.max(1),
             seeks_executable,
+            longest,
             best: Vec::new(),
             executable: None,
             feasible: 0,
@@ -209,7 +215,7 @@ impl Found {
 
     /// The time above which a layout is of no interest.
     fn limit(&self, executable: bool) -> f64 {
-        let time = |scored: Option<&Scored>| scored.map_or(f64::INFINITY, |scored| scored.prediction.step.0);
+        let time = |scored: Option<&Scored>| scored.map_or(self.longest, |scored| scored.prediction.step).0;
         let worst = time(self.best.get(self.top - 1));
         if executable && self.seeks_executable { worst.max(time(self.executable.as_ref())) } else { worst }
     }

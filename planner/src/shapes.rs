@@ -9,7 +9,7 @@ use ir::model::{Attention, FeedForward, MAX_LAYER_RUNS, ModelSpec, check_model};
 use ir::strategy::{Recompute, Strategy};
 
 use crate::request::Request;
-use crate::search::{Scored, score_layout, search_best};
+use crate::search::{Scored, costs, score_layout, search_within};
 use crate::watch::Watch;
 
 /// Multiples of a rank's part of a size at which matrix products are tried: those that kernels load, and their tiles.
@@ -117,7 +117,9 @@ fn padded_vocabulary(request: &Request, winner: &Scored, watch: &Watch) -> Optio
     check_model(&model, &request.origin).ok()?;
     let graph = build_graph(&model);
     let padded = Request { model, top: 1, ..request.clone() };
-    let best = search_best(&padded, &graph, &watch.of_a_step()).best.into_iter().next()?;
+    let worth = winner.prediction.step * (1.0 - WORTH);
+    let outcome = search_within(&padded, &graph, &watch.of_a_step(), &mut costs(&padded, &graph), worth);
+    let best = outcome.best.into_iter().next()?;
     let gain = 1.0 - best.prediction.step.0 / winner.prediction.step.0;
     let reason = format!("{from} rows are not a multiple of {}", off_multiple(from, &ALIGNMENTS)?);
     (gain > WORTH && !watch.stopped()).then_some(ShapeAdvice { field: "vocabulary.padded", from, to, gain, reason })

@@ -6,20 +6,37 @@ use ir::units::Bytes;
 use petgraph::Direction;
 use petgraph::graph::NodeIndex;
 
-use super::{BlockCase, BlockCost, dropped_weights, fused_groups, is_repeated_product, whole_activation};
+use super::{
+    BlockCase, BlockCost, dropped_weights, fused_groups, is_repeated_product, repeated_nodes, whole_activation,
+};
 use crate::machine::Machine;
 
 /// What of a block depends on its graph and the software alone, whatever the split and the micro-batch.
 #[derive(Clone, Debug)]
 pub struct BlockStructure {
-    /// Operators by the kernel that computes them.
-    pub(super) kernels: Vec<Vec<NodeIndex>>,
+    /// Kernels with their operators.
+    pub(super) kernels: Vec<KernelOperators>,
+    /// Producers of each operator's operands, in operand order.
+    pub(super) operands: Vec<Vec<NodeIndex>>,
+    /// Whether full recomputation computes each operator again.
+    pub(super) repeated: Vec<bool>,
     /// Tensors that backward reads.
     kept: Vec<NodeIndex>,
     /// Those that remain where backward computes again what the stack selects.
     selected: Vec<NodeIndex>,
     /// Tensors whose gradients are alive together, for each operator or kernel.
     alive: Vec<Vec<NodeIndex>>,
+}
+
+/// Operators that one kernel computes.
+#[derive(Clone, Debug)]
+pub(super) struct KernelOperators {
+    /// All of them.
+    pub(super) members: Vec<NodeIndex>,
+    /// Those whose results leave the kernel.
+    pub(super) outputs: Vec<NodeIndex>,
+    /// Producers of what enters it.
+    pub(super) inputs: Vec<NodeIndex>,
 }
 
 /// The structure of a block under a machine's software.
@@ -36,7 +53,19 @@ pub fn block_structure(block: &Block, machine: &Machine) -> BlockStructure {
         SelectiveRecompute::EverySecondProduct => saved_products(block),
     };
     let alive = kernels.iter().flat_map(|members| alive_together(block, members, machine)).collect();
-    BlockStructure { kernels, kept, selected, alive }
+    let operators = |members: Vec<NodeIndex>| KernelOperators {
+        outputs: members.iter().copied().filter(|node| leaves(block, *node, &members)).collect(),
+        inputs: inputs(block, &members),
+        members,
+    };
+    BlockStructure {
+        kernels: kernels.into_iter().map(operators).collect(),
+        operands: block.graph.node_indices().map(|node| block.operands(node)).collect(),
+        repeated: repeated_nodes(block, machine),
+        kept,
+        selected,
+        alive,
+    }
 }
 
 /// Tensors that backward reads: kept from forward unless they are recomputed.
@@ -102,13 +131,13 @@ fn kept_by_kernel(block: &Block, members: &[NodeIndex]) -> Vec<NodeIndex> {
 }
 
 /// Whether a result is read outside its kernel.
-pub(super) fn leaves(block: &Block, node: NodeIndex, members: &[NodeIndex]) -> bool {
+fn leaves(block: &Block, node: NodeIndex, members: &[NodeIndex]) -> bool {
     let mut readers = block.graph.neighbors_directed(node, Direction::Outgoing);
     node == block.output || readers.any(|reader| !members.contains(&reader))
 }
 
 /// Operands from outside a kernel.
-pub(super) fn inputs(block: &Block, members: &[NodeIndex]) -> Vec<NodeIndex> {
+fn inputs(block: &Block, members: &[NodeIndex]) -> Vec<NodeIndex> {
     let operands = members.iter().flat_map(|node| block.operands(*node));
     let mut inputs: Vec<NodeIndex> = operands.filter(|operand| !members.contains(operand)).collect();
     inputs.sort_unstable();

@@ -81,7 +81,7 @@ pub fn products(block: &Block, case: BlockCase) -> Vec<Product> {
     for node in block.graph.node_indices() {
         let Some(shape) = product_shape(block, node, case) else { continue };
         let operator = &block.graph[node];
-        let operands = block.operands(node);
+        let operands = case.operands(node);
         let joinable = joint && divided.splits(&operator.output) && block.graph[operands[1]].is_parameter();
         let input = joinable.then_some(operands[0]);
         match products.iter_mut().find(|(seen, _)| seen.is_some() && *seen == input) {
@@ -106,7 +106,7 @@ fn product_shape(block: &Block, node: NodeIndex, case: BlockCase) -> Option<Matm
         OperatorKind::GroupedContraction { over } => (over, true),
         _ => return None,
     };
-    let operands = block.operands(node);
+    let operands = case.operands(node);
     let [left, right] = [&block.graph[operands[0]].output, &block.graph[operands[1]].output];
     let has = |dims: &[Dim], name: DimName| dims.iter().any(|dim| dim.name == name);
     let size = |dims: &mut dyn Iterator<Item = &Dim>| -> f64 {

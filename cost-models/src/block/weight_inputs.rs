@@ -14,7 +14,7 @@ pub fn weight_inputs(block: &Block, case: BlockCase) -> Bytes {
     for node in block.graph.node_indices() {
         let kind = &block.graph[node].kind;
         let product = matches!(kind, OperatorKind::Contraction { .. } | OperatorKind::GroupedContraction { .. });
-        let operands = block.operands(node);
+        let operands = case.operands(node);
         if product && block.graph[operands[1]].is_parameter() {
             held.push(operands[0]);
             gradients += case.bytes(block, node);

@@ -70,6 +70,13 @@ pub fn stage_load(
     load_holding(blocks, strategy, parts, held_states(Pipeline::of(strategy), stage))
 }
 
+/// Bytes that every layout needs for one micro-batch of one layer, of the run that needs least: what backward reads of
+/// it is kept, or there once it is computed again, beside the largest set of temporary tensors.
+pub fn least_layer_memory(blocks: &PerBlock<CostedBlock>, layers: [u64; MAX_LAYER_RUNS]) -> Bytes {
+    let used = blocks.layers.iter().zip(layers).filter(|(_, count)| *count > 0);
+    used.map(|(block, _)| block.cost.kept + block.cost.workspace).min().unwrap_or_default()
+}
+
 fn load_holding(
     blocks: &PerBlock<CostedBlock>,
     strategy: &Strategy,

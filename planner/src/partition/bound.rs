@@ -4,16 +4,19 @@ use super::{PartitionProblem, Repeats, StageTerms};
 
 /// Relative distance to the least time at which the search for it ends.
 const CLOSE: f64 = 1e-3;
+/// The first step of the search above the mean, as a share of it.
+const FIRST_STEP: f64 = 1.0 / 16.0;
 /// Relative error of sums in another order, which makes no room and no time too little.
 const TOLERANCE: f64 = 4e-9;
 
-/// Seconds that the slowest stage takes at least; none if all stages together have no room.
+/// Seconds that the slowest stage takes at least, endless ones where these are above `limit`; none if all stages together
+/// have no room.
 ///
 /// Of each run alone, every stage holds as many layers as its time and memory allow, in any fraction of which layers are
 /// computed again; the time at which these make up all layers of the run is halved from above and below.
-/// Complexity: O(stages) for each of about ten times.
-pub fn slowest_lower_bound(problem: &PartitionProblem) -> Option<f64> {
-    used_runs(problem).try_fold(problem.mean_time(), |bound, run| Some(bound.max(bound_of_run(problem, run)?)))
+/// Complexity: O(stages) for each of about eight times.
+pub fn slowest_lower_bound(problem: &PartitionProblem, limit: f64) -> Option<f64> {
+    used_runs(problem).try_fold(problem.mean_time(), |bound, run| Some(bound.max(bound_of_run(problem, run, limit)?)))
 }
 
 /// Whether stages could hold each run alone within a time, if layers could be divided. Complexity: O(stages).
@@ -30,17 +33,24 @@ fn holds_run(problem: &PartitionProblem, repeats: Repeats, run: usize, limit: f6
     most.sum::<f64>() >= problem.layers[run] as f64
 }
 
-fn bound_of_run(problem: &PartitionProblem, run: usize) -> Option<f64> {
-    let enough = |limit: f64| holds_run(problem, problem.repeats, run, limit);
+fn bound_of_run(problem: &PartitionProblem, run: usize, limit: f64) -> Option<f64> {
+    let enough = |time: f64| holds_run(problem, problem.repeats, run, time);
     let mut low = problem.mean_time();
     if enough(low) {
         return Some(low);
     }
-    let all = problem.layer_time[run] + problem.repeat_time[run];
-    let fixed = problem.stages.iter().map(|stage| stage.fixed_time).fold(0.0, f64::max);
-    let mut high = fixed + all * problem.layers[run] as f64;
-    if !enough(high) {
+    if !enough(f64::INFINITY) {
         return None;
+    }
+    if low >= limit || !enough(limit) {
+        return Some(f64::INFINITY);
+    }
+    // The mean is rarely far below: from there on in steps that grow.
+    let mut step = low * FIRST_STEP;
+    let mut high = limit.min(low + step);
+    while high < limit && !enough(high) {
+        (low, step) = (high, step * 2.0);
+        high = limit.min(low + step);
     }
     while low < high * (1.0 - CLOSE) {
         let middle = f64::midpoint(low, high);

@@ -26,7 +26,7 @@ pub fn solve_by_threshold(problem: &PartitionProblem) -> Option<Vec<StageShare>>
 /// failure raises its lower end to the least time that would have let any stage take one layer more. The ends meet at
 /// the slowest stage's exact time. Complexity: O(stages · log L) for each limit, of which there are a few tens at most.
 fn least_limit(problem: &PartitionProblem) -> Option<Vec<StageShare>> {
-    let mut low = slowest_lower_bound(problem)?;
+    let mut low = slowest_lower_bound(problem, f64::INFINITY)?;
     // Stages are rarely slower than they must be by more than a layer.
     let layers = problem.layer_time.iter().zip(problem.repeat_time).map(|(layer, again)| layer + again);
     let near = low + layers.fold(0.0, f64::max);
@@ -60,16 +60,16 @@ fn same_on_each_stage(problem: &PartitionProblem) -> Option<Vec<StageShare>> {
         let slowest = problem.slowest(split);
         (0..=all).take_while(|count| problem.fastest_of(*count) <= slowest).last().unwrap_or(0)
     };
-    for first in least + 1.. {
-        if first > most_layers(&best) {
-            return Some(best);
-        }
+    let (mut first, mut most) = (least + 1, most_layers(&best));
+    while first <= most {
         let faster = problem.slowest(&best) * (1.0 - 4.0 * TOLERANCE);
         if can_fill(first, faster) {
             best = least_limit(&with(first))?;
+            most = most_layers(&best);
         }
+        first += 1;
     }
-    None
+    Some(best)
 }
 
 /// The split with equal numbers of layers, if there is one.
@@ -134,6 +134,8 @@ fn fill(problem: &PartitionProblem, limit: f64) -> Result<Vec<StageShare>, f64> 
     let mut end: u64 = problem.layers.iter().sum();
     let mut before: u64 = problem.stages.iter().map(|stage| stage.least_layers).sum();
     let mut next = f64::INFINITY;
+    // Most stages take as many layers as the one after them.
+    let mut usual = end / problem.stages.len() as u64;
     for stage in (0..problem.stages.len()).rev() {
         let own = problem.stages[stage].least_layers;
         before -= own;
@@ -146,7 +148,8 @@ fn fill(problem: &PartitionProblem, limit: f64) -> Result<Vec<StageShare>, f64> 
         if !allowed(most) {
             return Err(next.min(needed(most)));
         }
-        let start = first_allowed(before, most, allowed);
+        let start = first_allowed_near(before, most, end.saturating_sub(usual), allowed);
+        usual = end - start;
         if start > before {
             next = next.min(needed(start - 1));
         }
@@ -154,6 +157,34 @@ fn fill(problem: &PartitionProblem, limit: f64) -> Result<Vec<StageShare>, f64> 
         end = start;
     }
     if end == 0 { Ok(split) } else { Err(next) }
+}
+
+/// [`first_allowed`], looked for in growing steps from a guess on.
+fn first_allowed_near(mut low: u64, mut high: u64, guess: u64, allowed: impl Fn(u64) -> bool) -> u64 {
+    let mut step = 1;
+    let mut next = guess.clamp(low, high);
+    if allowed(next) {
+        high = next;
+        while low < high {
+            next = high.saturating_sub(step).max(low);
+            if !allowed(next) {
+                low = next + 1;
+                break;
+            }
+            (high, step) = (next, step * 2);
+        }
+    } else {
+        low = next + 1;
+        while low < high {
+            next = (low + step - 1).min(high);
+            if allowed(next) {
+                high = next;
+                break;
+            }
+            (low, step) = (next + 1, step * 2);
+        }
+    }
+    first_allowed(low, high, allowed)
 }
 
 /// The smallest value in `low..=high` that is allowed, where `high` is and all above an allowed one are.

@@ -21,11 +21,12 @@ pub(super) fn search_node(scenario: Scenario, node: Node, tree: &mut Tree, costs
     }
     match node.item {
         Item::Family(family) => {
-            let slower = tree.push_cases(family, costs, found.limit(true));
+            let [slower, full] = tree.push_cases(family, costs, found.limit(true));
             found.prune(Pruning::SlowerThanReported, slower);
+            found.reject(Rejection::OutOfMemory, full);
         }
         Item::Case(case) => {
-            let slowest = slowest_stage_of_case(scenario, case, tree, costs);
+            let slowest = slowest_stage_of_case(scenario, case, tree, costs, found.limit(true));
             let [slower, full] = tree.push_passes(case, costs, slowest, |executable| found.limit(executable));
             found.prune(Pruning::SlowerThanReported, slower);
             found.reject(Rejection::OutOfMemory, full);
@@ -36,11 +37,12 @@ pub(super) fn search_node(scenario: Scenario, node: Node, tree: &mut Tree, costs
 }
 
 /// Seconds of a micro-batch that the slowest stage of a case takes at least, whatever its passes and sharding; none if
-/// its layers do not fit into the memory of all stages.
+/// its layers do not fit into the memory of all stages. Where steps take longer than `limit` it is endless.
 ///
 /// The room is that of 1F1B with the sharding that leaves most: [`ScheduleKind::holds_least`] says beside which orders
-/// that counts.
-fn slowest_stage_of_case(scenario: Scenario, case: Case, tree: &Tree, costs: &mut Costs) -> Option<f64> {
+/// that counts. Only layers of the longest run are looked at: a stage may hold none of the others, whose temporary
+/// tensors are then not there either.
+fn slowest_stage_of_case(scenario: Scenario, case: Case, tree: &Tree, costs: &mut Costs, limit: f64) -> Option<f64> {
     let layouts = &tree.meshes[case.mesh].layouts;
     let plain = tree.plain(case);
     let parts = layouts.passes.iter().map(|passes| passes.virtual_stages).max().unwrap_or(1);
@@ -48,17 +50,14 @@ fn slowest_stage_of_case(scenario: Scenario, case: Case, tree: &Tree, costs: &mu
     let times = costs.times(case.costs, &Strategy { virtual_stages: parts, ..plain.clone() });
     let blocks = costs.blocks(case.costs);
     let host = scenario.machine.stack.overhead.micro_batch.value;
-    // Each run alone: a stage may hold no layer of the other, whose temporary tensors are then not there either.
-    let of_run = |sharding: &Sharding, run: usize| {
-        let mut layers = LayerCounts::default();
-        layers[run] = tree.layers[run];
+    let run = (0..tree.layers.len()).max_by_key(|run| tree.layers[*run]).unwrap_or(0);
+    let mut layers = LayerCounts::default();
+    layers[run] = tree.layers[run];
+    let limit = (limit - tree.step_overhead().0) / plain.num_micro_batches() as f64;
+    let bound = |sharding: &Sharding| {
         let mut problem = state_problem(scenario, blocks, &times, &sharding.on(&plain), layers);
         problem.stages.iter_mut().for_each(|stage| stage.fixed_time = host.0);
-        slowest_lower_bound(&problem)
-    };
-    let bound = |sharding: &Sharding| {
-        let mut runs = (0..tree.layers.len()).filter(|run| tree.layers[*run] > 0);
-        runs.try_fold(0.0, |bound: f64, run| Some(bound.max(of_run(sharding, run)?)))
+        slowest_lower_bound(&problem, limit)
     };
     leanest(&layouts.sharding).filter_map(bound).min_by(f64::total_cmp)
 }
@@ -93,7 +92,7 @@ fn expand(scenario: Scenario, case: Case, passes: usize, tree: &mut Tree, costs:
                 parts.and_then(|parts| bound_of_parts(scenario, leaf(last), parts, tree, costs))
             }
             Some(_) => Some(least),
-            None => bound_of_stages(scenario, leaf(last), tree, costs),
+            None => bound_of_stages(scenario, leaf(last), tree, costs, found.limit(true)),
         };
         let alike = parts.is_none() || same_times;
         for sharding in first..=last {
@@ -151,7 +150,9 @@ fn bound_of_parts(
 }
 
 /// A time that passes of a layout with one part a stage take at least; none if no split fits into memory.
-fn bound_of_stages(scenario: Scenario, leaf: Leaf, tree: &Tree, costs: &mut Costs) -> Option<Seconds> {
+///
+/// Where it is above `limit` it is endless.
+fn bound_of_stages(scenario: Scenario, leaf: Leaf, tree: &Tree, costs: &mut Costs, limit: f64) -> Option<Seconds> {
     let strategy = tree.strategy(leaf);
     let times = costs.times(leaf.case.costs, &strategy);
     let problem = state_problem(scenario, costs.blocks(leaf.case.costs), &times, &strategy, tree.layers);
@@ -161,8 +162,10 @@ fn bound_of_stages(scenario: Scenario, leaf: Leaf, tree: &Tree, costs: &mut Cost
     };
     can_fit.then_some(())?;
     let same_times = strategy.zero_stage < ZeroStage::Gradients;
-    let slowest = if same_times { slowest_lower_bound(&problem)? } else { 0.0 };
-    Some(Seconds(slowest) * strategy.num_micro_batches() as f64 + tree.step_overhead())
+    let micro_batches = strategy.num_micro_batches() as f64;
+    let limit = (limit - tree.step_overhead().0) / micro_batches;
+    let slowest = if same_times { slowest_lower_bound(&problem, limit)? } else { 0.0 };
+    Some(Seconds(slowest) * micro_batches + tree.step_overhead())
 }
 
 /// Estimates a layout, or puts it back with its split and the bound that this gives.

@@ -6,7 +6,8 @@ use std::cmp::Ordering;
 use std::collections::{BTreeMap, BinaryHeap};
 
 use cost_models::step::{
-    BlockTime, PerBlock, Scenario, StageContent, block_times, pipeline_lower_bound_of, tail_lower_bound,
+    BlockTime, PerBlock, Scenario, StageContent, block_times, least_layer_memory, pipeline_lower_bound_of,
+    tail_lower_bound,
 };
 use ir::derivative::undifferentiable;
 use ir::model::FeedForward;
@@ -16,7 +17,7 @@ use ir::units::Seconds;
 use super::costs::{CostIndex, Costs};
 use crate::partition::LayerCounts;
 use crate::request::Request;
-use crate::space::{Degrees, OpenMesh, Space};
+use crate::space::{Degrees, OpenMesh, Passes, Space};
 
 /// By how much a bound may exceed a time through sums in another order.
 const TOLERANCE: f64 = 1e-9;
@@ -95,10 +96,16 @@ pub struct Node {
     pub executable: bool,
     /// What it is.
     pub item: Item,
-    order: u64,
 }
 
-/// Nodes by their bounds, the lowest first; equal ones in the order in which they came.
+/// When a node's turn is: the lowest bound's first, of equal ones that of the one which came first.
+#[derive(Clone, Copy, Debug)]
+struct Turn {
+    bound: f64,
+    node: usize,
+}
+
+/// Nodes by their bounds.
 pub struct Tree<'a> {
     request: &'a Request,
     scenario: Scenario<'a>,
@@ -109,29 +116,31 @@ pub struct Tree<'a> {
     pub layers: LayerCounts,
     /// Whether programs of the model can be built.
     executable: bool,
-    nodes: BinaryHeap<Node>,
+    /// All nodes that were ever open.
+    nodes: Vec<Node>,
+    /// Those that still are.
+    turns: BinaryHeap<Turn>,
     splits: Vec<Vec<StageContent>>,
-    pushed: u64,
 }
 
-impl PartialEq for Node {
-    fn eq(&self, other: &Node) -> bool {
+impl PartialEq for Turn {
+    fn eq(&self, other: &Turn) -> bool {
         self.cmp(other) == Ordering::Equal
     }
 }
 
-impl Eq for Node {}
+impl Eq for Turn {}
 
-impl PartialOrd for Node {
-    fn partial_cmp(&self, other: &Node) -> Option<Ordering> {
+impl PartialOrd for Turn {
+    fn partial_cmp(&self, other: &Turn) -> Option<Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl Ord for Node {
+impl Ord for Turn {
     /// The greatest is what is done first.
-    fn cmp(&self, other: &Node) -> Ordering {
-        other.bound.total_cmp(&self.bound).then(other.order.cmp(&self.order))
+    fn cmp(&self, other: &Turn) -> Ordering {
+        other.bound.total_cmp(&self.bound).then(other.node.cmp(&self.node))
     }
 }
 
@@ -145,10 +154,10 @@ impl<'a> Tree<'a> {
         costs: &mut Costs,
     ) -> Tree<'a> {
         let executable = undifferentiable(&request.model).is_none();
-        let (meshes, nodes) = (&space.meshes, BinaryHeap::new());
+        let meshes = &space.meshes;
         let families = families_of(meshes);
-        let splits = Vec::new();
-        let mut tree = Tree { request, scenario, meshes, families, layers, executable, nodes, splits, pushed: 0 };
+        let (nodes, turns, splits) = (Vec::new(), BinaryHeap::new(), Vec::new());
+        let mut tree = Tree { request, scenario, meshes, families, layers, executable, nodes, turns, splits };
         for index in 0..tree.families.len() {
             let family = &tree.families[index];
             let layouts = family.meshes.iter().map(|mesh| &meshes[*mesh].layouts);
@@ -197,49 +206,77 @@ impl<'a> Tree<'a> {
 
     /// The node with the lowest bound.
     pub fn pop(&mut self) -> Option<Node> {
-        self.nodes.pop()
+        self.turns.pop().map(|turn| self.nodes[turn.node])
     }
 
     /// Layouts that are left.
     pub fn count(&self) -> u64 {
-        self.nodes.iter().map(|node| node.count).sum()
+        self.turns.iter().map(|turn| self.nodes[turn.node].count).sum()
     }
 
     fn push(&mut self, bound: Seconds, count: u64, executable: bool, item: Item) {
-        let order = self.pushed;
-        self.pushed += 1;
-        self.nodes.push(Node { bound: bound.0 * (1.0 - TOLERANCE), count, executable, item, order });
+        let bound = bound.0 * (1.0 - TOLERANCE);
+        self.turns.push(Turn { bound, node: self.nodes.len() });
+        self.nodes.push(Node { bound, count, executable, item });
     }
 
-    /// Replaces a family by its cases; gives the layouts of those whose bounds are above `limit`.
-    pub fn push_cases(&mut self, family: usize, costs: &mut Costs, limit: f64) -> u64 {
+    /// Replaces a family by its cases; gives the layouts of those whose bounds are above `limit`, and of those whose
+    /// micro-batch alone does not fit into memory.
+    ///
+    /// What a layer keeps grows with the micro-batch, so larger ones than one that does not fit need no costs.
+    pub fn push_cases(&mut self, family: usize, costs: &mut Costs, limit: f64) -> [u64; 2] {
         let Family { meshes, sequence_parallel } = self.families[family].clone();
-        meshes.into_iter().map(|mesh| self.push_cases_of(mesh, sequence_parallel, costs, limit)).sum()
+        let usable = self.scenario.machine.usable_memory();
+        let [mut slower, mut full] = [0, 0];
+        let mut too_large = u64::MAX;
+        for mesh in meshes {
+            let OpenMesh { degrees, layouts } = &self.meshes[mesh];
+            let plain = degrees.plain(self.request.workload.global_batch);
+            for passes in layouts.passes.chunk_by(|a, b| a.micro_batch == b.micro_batch) {
+                let micro_batch = passes[0].micro_batch;
+                let strategy = Strategy { micro_batch, sequence_parallel, ..plain.clone() };
+                if micro_batch < too_large {
+                    let costs_of = costs.index(&strategy);
+                    if least_layer_memory(costs.blocks(costs_of), self.layers) <= usable {
+                        slower += self.push_cases_of(mesh, passes, &strategy, costs, limit);
+                        continue;
+                    }
+                    too_large = micro_batch;
+                }
+                full += (passes.len() * layouts.sharding.len() * layouts.recompute.len()) as u64;
+            }
+        }
+        [slower, full]
     }
 
-    fn push_cases_of(&mut self, mesh: usize, sequence_parallel: bool, costs: &mut Costs, limit: f64) -> u64 {
-        let OpenMesh { degrees, layouts } = &self.meshes[mesh];
+    /// Pushes the cases with a strategy's micro-batch, those whose bounds are above `limit` apart: their layouts.
+    fn push_cases_of(
+        &mut self,
+        mesh: usize,
+        passes: &[Passes],
+        plain: &Strategy,
+        costs: &mut Costs,
+        limit: f64,
+    ) -> u64 {
+        let layouts = &self.meshes[mesh].layouts;
+        let Strategy { micro_batch, sequence_parallel, .. } = *plain;
+        let costs_of = costs.index(plain);
         let mut slower = 0;
-        let plain = degrees.plain(self.request.workload.global_batch);
-        for passes in layouts.passes.chunk_by(|a, b| a.micro_batch == b.micro_batch) {
-            let micro_batch = passes[0].micro_batch;
-            for &recompute in &layouts.recompute {
-                let strategy = Strategy { micro_batch, sequence_parallel, recompute, ..plain.clone() };
-                let executable = self.is_executable(&strategy);
-                let costs_of = costs.index(&strategy);
-                let case = Case { mesh, sequence_parallel, micro_batch, recompute, costs: costs_of };
-                let bounds = passes.iter().map(|passes| {
-                    let strategy = passes.on(&strategy);
-                    let times = costs.times(costs_of, &strategy);
-                    self.pipeline_bound(costs, &times, case, &strategy)
-                });
-                let bound = bounds.min_by(|a, b| a.0.total_cmp(&b.0)).unwrap_or_default();
-                let count = (passes.len() * layouts.sharding.len()) as u64;
-                if is_below(bound, limit) {
-                    self.push(bound, count, executable, Item::Case(case));
-                } else {
-                    slower += count;
-                }
+        for &recompute in &layouts.recompute {
+            let strategy = Strategy { recompute, ..plain.clone() };
+            let executable = self.is_executable(&strategy);
+            let case = Case { mesh, sequence_parallel, micro_batch, recompute, costs: costs_of };
+            let bounds = passes.iter().map(|passes| {
+                let strategy = passes.on(&strategy);
+                let times = costs.times(costs_of, &strategy);
+                self.pipeline_bound(costs, &times, case, &strategy)
+            });
+            let bound = bounds.min_by(|a, b| a.0.total_cmp(&b.0)).unwrap_or_default();
+            let count = (passes.len() * layouts.sharding.len()) as u64;
+            if is_below(bound, limit) {
+                self.push(bound, count, executable, Item::Case(case));
+            } else {
+                slower += count;
             }
         }
         slower
