@@ -65,7 +65,7 @@ fn compare(name: &str, fixed: FixedChoices) -> Vec<f64> {
     let graph = build_graph(&request.model);
     let outcome = search(&request, &graph);
     let winner = outcome.best.first().expect("memory is plenty");
-    let plan = lower(&request, &graph, winner, search_report(&request, &outcome, Vec::new()));
+    let plan = lower(&request, &graph, winner, search_report(&request, &outcome, Vec::new(), Vec::new()));
     let program = plan.program.as_ref().expect("the layout is executable");
     let footprints = stage_footprints(&plan, program, split);
     for (stage, footprint) in plan.stages.iter().zip(&footprints) {

@@ -20,7 +20,7 @@ fn small_plan(model: &str, cluster: &str, stack: &str, gpus: u64, fixed: FixedCh
     let graph = build_graph(&request.model);
     let outcome = search(&request, &graph);
     let winner = outcome.best.first().expect("a layout fits");
-    let report = search_report(&request, &outcome, explain(&request, &graph, winner, &Watch::default()));
+    let report = search_report(&request, &outcome, Vec::new(), explain(&request, &graph, winner, &Watch::default()));
     lower(&request, &graph, winner, report)
 }
 

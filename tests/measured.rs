@@ -39,7 +39,7 @@ fn planned(machine: Machine, gpus: u64, fixed: FixedChoices) -> Plan {
     let graph = build_graph(&request.model);
     let outcome = search(&request, &graph);
     let winner = outcome.best.first().expect("a layout fits");
-    lower(&request, &graph, winner, search_report(&request, &outcome, Vec::new()))
+    lower(&request, &graph, winner, search_report(&request, &outcome, Vec::new(), Vec::new()))
 }
 
 fn fixed(layout: (u64, u64, u64), micro_batch: u64, recompute: Recompute) -> FixedChoices {

@@ -88,7 +88,7 @@ fn small_plan(shape: Shape, gpus: u64, fixed: FixedChoices) -> Plan {
     let graph = build_graph(&request.model);
     let outcome = search(&request, &graph);
     let winner = outcome.best.first().expect("a layout fits");
-    let plan = lower(&request, &graph, winner, search_report(&request, &outcome, Vec::new()));
+    let plan = lower(&request, &graph, winner, search_report(&request, &outcome, Vec::new(), Vec::new()));
     assert_eq!(verify(&plan, "plan"), []);
     plan
 }

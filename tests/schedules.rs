@@ -40,7 +40,7 @@ fn planned(schedule: ScheduleKind) -> Plan {
     let graph = build_graph(&request.model);
     let outcome = search(&request, &graph);
     let winner = outcome.best.first().expect("a layout fits");
-    lower(&request, &graph, winner, search_report(&request, &outcome, Vec::new()))
+    lower(&request, &graph, winner, search_report(&request, &outcome, Vec::new(), Vec::new()))
 }
 
 fn places(plan: &Plan) -> Vec<String> {

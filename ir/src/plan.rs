@@ -247,8 +247,55 @@ pub struct SearchReport {
     pub fixed: Vec<String>,
     /// Why the search stopped.
     pub stop_reason: StopReason,
+    /// What binds the layout, the heaviest first; none where nobody has asked.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub limits: Vec<Binding>,
     /// Why the winner's neighbours lost, in words.
     pub explanations: Vec<String>,
+}
+
+/// Something that a layout waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Limit {
+    /// Memory of the fullest stage.
+    Memory,
+    /// Network cards between nodes or fast domains.
+    Network,
+    /// Links inside a node or fast domain.
+    FastLinks,
+    /// Filling and draining the pipeline.
+    Bubble,
+    /// Matrix products whose extents fill no whole waves of tiles, are shallow, or are misaligned.
+    MatmulShape,
+    /// What the host does: launches, micro-batches, steps.
+    Host,
+    /// Bandwidth of the devices' memory, mostly in operators that are no matrix products.
+    MemoryBandwidth,
+}
+
+/// A limit with its weight.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Binding {
+    /// What binds.
+    pub limit: Limit,
+    /// The share of the step that goes away without it; for memory, with twice of it.
+    pub gain: f64,
+}
+
+impl Limit {
+    /// The name used in JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Limit::Memory => "memory",
+            Limit::Network => "network",
+            Limit::FastLinks => "fast_links",
+            Limit::Bubble => "bubble",
+            Limit::MatmulShape => "matmul_shape",
+            Limit::Host => "host",
+            Limit::MemoryBandwidth => "memory_bandwidth",
+        }
+    }
 }
 
 /// Why a search stopped.

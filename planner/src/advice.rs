@@ -3,12 +3,12 @@
 
 use ir::graph::ModelGraph;
 use ir::model::{SIZE_LIMIT, Workload};
-use ir::plan::StopReason;
+use ir::plan::{Binding, Limit, StopReason};
 use ir::strategy::Strategy;
 use ir::units::Seconds;
 
 use crate::explain::describe;
-use crate::limits::{Binding, Limit, limits, on_machine};
+use crate::limits::{in_words, limits, on_machine};
 use crate::request::{FixedChoices, Request, check_request};
 use crate::search::{Costs, Scored, score_layout, search_best};
 use crate::shapes::{ShapeAdvice, shape_advice};
@@ -16,8 +16,6 @@ use crate::watch::Watch;
 
 /// Gain from which a change is worth mentioning.
 const WORTH: f64 = 0.01;
-/// Shares of limits below this are not mentioned.
-const SEEN: f64 = 0.005;
 /// Batches that are named for more GPUs.
 const BATCHES: u64 = 2;
 
@@ -223,23 +221,9 @@ pub fn sentences(advice: &Advice) -> Vec<String> {
 }
 
 fn binding_sentence(advice: &Advice) -> String {
-    let seen = advice.limits.iter().filter(|binding| binding.gain >= SEEN);
-    let shares: Vec<String> = seen
-        .map(|binding| {
-            let name = binding.limit.describe(advice.fullest_stage);
-            let percent = binding.gain * 100.0;
-            match binding.limit {
-                Limit::Memory => format!("{name} (twice of it would save {percent:.1} %)"),
-                _ => format!("{name} ({percent:.1} %)"),
-            }
-        })
-        .collect();
-    match shares.split_first() {
+    match in_words(&advice.limits, advice.fullest_stage as u64) {
         None => "nothing but the speed of matrix products binds".to_owned(),
-        Some((first, [])) => format!("what binds, by the share of the step that goes without it: {first}"),
-        Some((first, others)) => {
-            format!("what binds, by the share of the step that goes without it: {first}, then {}", others.join(", "))
-        }
+        Some(words) => format!("what binds, by the share of the step that goes without it: {words}"),
     }
 }
 

@@ -7,19 +7,15 @@
 use std::collections::BTreeSet;
 
 use ir::mesh::StageId;
-use ir::plan::{Estimate, MemoryTerm, Plan, TimeTerm};
+use ir::plan::{Binding, Estimate, MemoryTerm, Plan, TimeTerm};
 use ir::units::{Bytes, Seconds};
 use serde_json::{Map, Value, json};
 
-use crate::limits;
+use crate::limits::in_words;
 use crate::report::json::strategy_value;
 
 /// Tokens in which times are expressed where the steps of both plans hold different numbers.
 const UNIT_TOKENS: f64 = 1e6;
-/// Share of the usable memory from which memory binds: what is left holds no larger micro-batch.
-const FULL: f64 = 0.9;
-/// Share of the step below which a cost beside computation binds nothing.
-const NEGLIGIBLE: f64 = 0.05;
 /// End of the names of hashes.
 const HASH: &str = "_hash";
 /// Largest relative difference between a sum of terms and the step, as the verifier of plans allows.
@@ -76,8 +72,8 @@ pub struct Limit {
     pub stage: StageId,
     /// Its share of the usable memory.
     pub memory_share: f64,
-    /// The dearest term beside computation, where it matters, with its share of the step.
-    pub dearest: Option<(TimeTerm, f64)>,
+    /// What binds it as its search found, the heaviest first.
+    pub bindings: Vec<Binding>,
     /// What binds, in words.
     pub sentence: String,
 }
@@ -191,46 +187,18 @@ fn fullest_memory(plans: Sides<&Plan>) -> Vec<(MemoryTerm, Sides<Bytes>)> {
     names.into_iter().map(|term| (term, Sides::of(plans, |plan| held(plan, term)))).collect()
 }
 
+/// What binds a plan: as its search found, whose predictions on other machines a plan file alone does not allow.
 fn limit(plan: &Plan) -> Limit {
-    let estimate = &plan.estimate;
-    let memory_share = estimate.device_memory.0 as f64 / plan.inputs.usable_memory.0 as f64;
-    let beside = estimate.terms.iter().filter(|(term, _)| **term != TimeTerm::Compute);
-    let dearest = beside.max_by(|a, b| a.1.time.0.total_cmp(&b.1.time.0));
-    let share = |time: Seconds| time.0 / estimate.step.0;
-    let dearest = dearest.map(|(term, found)| (*term, share(found.time))).filter(|(_, share)| *share >= NEGLIGIBLE);
-    let stage = estimate.fullest_stage;
-    let mut binding = Vec::new();
-    let name = |limit: limits::Limit| limit.describe(stage.0 as usize);
-    if memory_share >= FULL {
-        binding.push(name(limits::Limit::Memory));
-    }
-    if let Some((term, share)) = dearest {
-        let (limit, term) = (name(cause(plan, term)), term.name().replace('_', " "));
-        binding.push(format!("{limit} ({term}: {:.0} % of the step)", share * 100.0));
-    }
-    if binding.is_empty() {
-        binding.push("matrix products: nothing beside computation takes a twentieth of the step".to_owned());
-    }
-    let memory = format!("stage {} uses {:.0} % of the usable memory", stage.0, memory_share * 100.0);
-    Limit { stage, memory_share, dearest, sentence: format!("{}; {memory}", binding.join(" and ")) }
-}
-
-/// The limit behind a term.
-fn cause(plan: &Plan, term: TimeTerm) -> limits::Limit {
-    let strategy = &plan.strategy;
-    let domain = plan.inputs.fast_domain_gpus;
-    let stage_ranks = strategy.world_size() / strategy.pipeline_parallel;
-    let links = |ranks: u64| if ranks <= domain { limits::Limit::FastLinks } else { limits::Limit::Network };
-    match term {
-        TimeTerm::Compute => limits::Limit::MatmulShape,
-        TimeTerm::Recomputation => limits::Limit::Memory,
-        TimeTerm::TensorCommunication => links(strategy.tensor_parallel),
-        TimeTerm::Exchange | TimeTerm::DataCommunication => links(stage_ranks),
-        TimeTerm::PipelineCommunication => links(strategy.world_size()),
-        TimeTerm::Bubble => limits::Limit::Bubble,
-        TimeTerm::Optimizer => limits::Limit::MemoryBandwidth,
-        TimeTerm::Overhead => limits::Limit::Host,
-    }
+    let stage = plan.estimate.fullest_stage;
+    let memory_share = plan.estimate.device_memory.0 as f64 / plan.inputs.usable_memory.0 as f64;
+    let bindings = plan.search.limits.clone();
+    let words = match in_words(&bindings, stage.0) {
+        Some(words) => words,
+        None if bindings.is_empty() => "limits that its file does not name".to_owned(),
+        None => "nothing but the speed of matrix products".to_owned(),
+    };
+    let sentence = format!("{words}; stage {} uses {:.0} % of the usable memory", stage.0, memory_share * 100.0);
+    Limit { stage, memory_share, bindings, sentence }
 }
 
 fn remarks(differences: &[Difference], unit: Unit) -> Vec<String> {

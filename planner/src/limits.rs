@@ -5,7 +5,7 @@
 
 use cost_models::machine::Machine;
 use ir::graph::ModelGraph;
-use ir::plan::{StopReason, TimeTerm};
+use ir::plan::{Binding, Limit, StopReason, TimeTerm};
 use ir::units::{BytesPerSecond, Seconds};
 
 use crate::request::Request;
@@ -14,61 +14,37 @@ use crate::watch::Watch;
 
 /// Speed-up after which what is left of a resource's time is no longer seen.
 const FREE: f64 = 1e6;
+/// Shares of limits below this are not mentioned.
+const SEEN: f64 = 0.005;
 
-/// Something that a layout waits for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Limit {
-    /// Memory of the fullest stage.
-    Memory,
-    /// Network cards between nodes or fast domains.
-    Network,
-    /// Links inside a node or fast domain.
-    FastLinks,
-    /// Filling and draining the pipeline.
-    Bubble,
-    /// Matrix products whose extents fill no whole waves of tiles, are shallow, or are misaligned.
-    MatmulShape,
-    /// What the host does: launches, micro-batches, steps.
-    Host,
-    /// Bandwidth of the devices' memory, mostly in operators that are no matrix products.
-    MemoryBandwidth,
+/// The words used in sentences; `stage` is the fullest.
+fn describe(limit: Limit, stage: u64) -> String {
+    match limit {
+        Limit::Memory => format!("memory of stage {stage}"),
+        Limit::Network => "the network cards (NIC)".to_owned(),
+        Limit::FastLinks => "the links inside nodes (NVLink or alike)".to_owned(),
+        Limit::Bubble => "the pipeline's bubble".to_owned(),
+        Limit::MatmulShape => "shapes of matrix products (GEMM)".to_owned(),
+        Limit::Host => "the host".to_owned(),
+        Limit::MemoryBandwidth => "memory bandwidth".to_owned(),
+    }
 }
 
-/// A limit with its weight.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Binding {
-    /// What binds.
-    pub limit: Limit,
-    /// The share of the step that goes away without it; for memory, with twice of it.
-    pub gain: f64,
-}
-
-impl Limit {
-    /// The name used in JSON.
-    pub fn name(self) -> &'static str {
-        match self {
-            Limit::Memory => "memory",
-            Limit::Network => "network",
-            Limit::FastLinks => "fast_links",
-            Limit::Bubble => "bubble",
-            Limit::MatmulShape => "matmul_shape",
-            Limit::Host => "host",
-            Limit::MemoryBandwidth => "memory_bandwidth",
-        }
-    }
-
-    /// The words used in sentences; `stage` is the fullest.
-    pub fn describe(self, stage: usize) -> String {
-        match self {
-            Limit::Memory => format!("memory of stage {stage}"),
-            Limit::Network => "the network cards (NIC)".to_owned(),
-            Limit::FastLinks => "the links inside nodes (NVLink or alike)".to_owned(),
-            Limit::Bubble => "the pipeline's bubble".to_owned(),
-            Limit::MatmulShape => "shapes of matrix products (GEMM)".to_owned(),
-            Limit::Host => "the host".to_owned(),
-            Limit::MemoryBandwidth => "memory bandwidth".to_owned(),
-        }
-    }
+/// Limits in words with their shares, those that are too small to matter apart; none if all are. `stage` is the fullest.
+pub fn in_words(limits: &[Binding], stage: u64) -> Option<String> {
+    let seen = limits.iter().filter(|binding| binding.gain >= SEEN);
+    let shares: Vec<String> = seen
+        .map(|binding| {
+            let name = describe(binding.limit, stage);
+            let percent = binding.gain * 100.0;
+            match binding.limit {
+                Limit::Memory => format!("{name} (twice of it would save {percent:.1} %)"),
+                _ => format!("{name} ({percent:.1} %)"),
+            }
+        })
+        .collect();
+    let (first, others) = shares.split_first()?;
+    Some(if others.is_empty() { first.clone() } else { format!("{first}, then {}", others.join(", ")) })
 }
 
 /// All limits of a layout, the heaviest first, and the best layout with twice the memory; `costs` are of the request.

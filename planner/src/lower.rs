@@ -8,7 +8,9 @@ use ir::graph::{BlockRole, ModelGraph, count_parameters};
 use ir::mesh::{StageId, build_mesh};
 use ir::model::{MAX_LAYER_RUNS, ModelSpec};
 use ir::pipeline::{Pipeline, in_flight};
-use ir::plan::{BlockShards, Estimate, Executable, FORMAT_VERSION, Inputs, OWN_STACK, Plan, SearchReport, Stage};
+use ir::plan::{
+    Binding, BlockShards, Estimate, Executable, FORMAT_VERSION, Inputs, OWN_STACK, Plan, SearchReport, Stage,
+};
 use ir::program::AttentionKernel;
 use ir::provenance::Provenance;
 use ir::sharding::{self, TensorSplit};
@@ -94,7 +96,12 @@ pub fn estimate(request: &Request, graph: &ModelGraph, scored: &Scored) -> Estim
 }
 
 /// The record of a search, for the plan file.
-pub fn search_report(request: &Request, outcome: &Outcome, explanations: Vec<String>) -> SearchReport {
+pub fn search_report(
+    request: &Request,
+    outcome: &Outcome,
+    limits: Vec<Binding>,
+    explanations: Vec<String>,
+) -> SearchReport {
     let pruned = outcome.pruned.iter().map(|(rule, count)| (rule.name().to_owned(), *count));
     let rejected = outcome.rejected.iter().map(|(reason, count)| (reason.name().to_owned(), *count));
     SearchReport {
@@ -104,6 +111,7 @@ pub fn search_report(request: &Request, outcome: &Outcome, explanations: Vec<Str
         rejected: rejected.collect(),
         fixed: request.fixed.flags(),
         stop_reason: outcome.stop_reason,
+        limits,
         explanations,
     }
 }

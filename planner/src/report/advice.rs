@@ -1,6 +1,7 @@
 //! Limits, changes and constraints as JSON.
 
 use ir::model::ModelSpec;
+use ir::plan::Binding;
 use serde_json::{Value, json};
 
 use super::json::strategy_value;
@@ -10,16 +11,19 @@ use crate::shapes::ShapeAdvice;
 
 /// What a user could change, as one object.
 pub fn advice_value(model: &ModelSpec, advice: &Advice) -> Value {
-    let limits = advice.limits.iter();
-    let limits = limits.map(|binding| json!({"limit": binding.limit.name(), "gain": binding.gain}));
     json!({
         "fullest_stage": advice.fullest_stage,
-        "limits": limits.collect::<Vec<_>>(),
+        "limits": binding_values(&advice.limits),
         "changes": advice.changes.iter().map(|change| change_value(model, change)).collect::<Vec<_>>(),
         "more_gpus": advice.more_gpus.as_ref().map(more_gpus_value),
         "shapes": advice.shapes.iter().map(shape_value).collect::<Vec<_>>(),
         "constraint": advice.constraint.as_ref().map(|constraint| constraint_value(model, constraint)),
     })
+}
+
+/// Limits with their weights.
+pub fn binding_values(limits: &[Binding]) -> Vec<Value> {
+    limits.iter().map(|binding| json!({"limit": binding.limit.name(), "gain": binding.gain})).collect()
 }
 
 fn change_value(model: &ModelSpec, change: &Change) -> Value {

@@ -4,6 +4,7 @@ use ir::plan::{Estimate, Plan, Stage, TimeTerm};
 use ir::units::{Bytes, Seconds};
 use serde_json::{Map, Value, json};
 
+use super::advice::binding_values;
 use super::json::plan_value;
 use super::{paragraph, table};
 use crate::compare::{Comparison, Limit, Sides, Unit};
@@ -188,8 +189,7 @@ pub fn value(plans: Sides<&Plan>, comparison: &Comparison) -> Value {
         json!({
             "stage": limit.stage.0,
             "memory_share": limit.memory_share,
-            "dearest_term": limit.dearest.map(|(term, _)| term.name()),
-            "dearest_share": limit.dearest.map(|(_, share)| share),
+            "limits": binding_values(&limit.bindings),
             "sentence": limit.sentence,
         })
     };

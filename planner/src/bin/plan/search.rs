@@ -98,7 +98,8 @@ fn plan(options: &SearchOptions, request: &Request, graph: &ModelGraph, watch: &
     explanations.extend(executable_sentence(&outcome));
     let advice = advise(request, graph, winner, watch, &mut costs);
     explanations.extend(advice.iter().flat_map(sentences));
-    let report = search_report(request, &outcome, explanations);
+    let limits = advice.as_ref().map(|advice| advice.limits.clone()).unwrap_or_default();
+    let report = search_report(request, &outcome, limits, explanations);
     let plan = lower(request, graph, winner, report);
     let estimated = |scored: &Scored| (scored.strategy.clone(), estimate(request, graph, scored));
     let alternatives: Vec<_> = outcome.best.iter().map(estimated).collect();
