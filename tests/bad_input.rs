@@ -546,6 +546,11 @@ fn mistakes_in_fixed_choices() {
             "--stack megatron-deepspeed-2022 --sequence-parallel on",
             &["does not offer sequence parallelism", "--> --sequence-parallel", "leave the flag out"],
         ),
+        (
+            "another order of ranks",
+            "--stack megatron-2021 --mesh-order data-outermost",
+            &["does not offer this order of ranks", "--> --mesh-order", "leave the flag out"],
+        ),
         ("ZeRO stage 4", "--zero-stage 4", &["'4'", "not in 0..=3", "--> --zero-stage", "plan --help"]),
         (
             "half recomputation",

@@ -47,6 +47,7 @@ const SINGLE: FixedChoices = FixedChoices {
     expert_parallel: None,
     virtual_stages: None,
     offload_optimizer: None,
+    mesh_order: None,
 };
 
 fn plan(shape: Shape, flash: bool, fixed: FixedChoices) -> Plan {

@@ -123,6 +123,7 @@ fn megatron_flags_mean_what_megatron_makes_of_them() {
             &[("/strategy/recompute", "\"partial\""), ("/strategy/recomputed_layers_per_stage/0", "3")],
         ),
         ("optimizer in host memory", "--optimizer-cpu-offload", &[("/strategy/offload_optimizer", "true")]),
+        ("stages as neighbours", "--use-tp-pp-dp-mapping", &[("/strategy/mesh_order/0", "\"data\"")]),
         ("a distributed optimizer", "--use-distributed-optimizer", &[("/strategy/zero_stage", "1")]),
         (
             "instances of it",

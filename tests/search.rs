@@ -8,7 +8,9 @@ use cost_models::machine::Machine;
 use cost_models::offload::usable_host_memory;
 use hardware_profiles::stack::{ContextExchange, RequestedChoice};
 use ir::graph::build_graph;
+use ir::mesh::MeshOrder;
 use ir::model::{Attention, FeedForward, ModelSpec};
+use ir::plan::TimeTerm;
 use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
 use ir::units::{BatchSize, Bytes, SequenceLength};
 use planner::request::{FixedChoices, Request, check_request};
@@ -40,8 +42,11 @@ fn every_layout(request: &Request, mut each: impl FnMut(Strategy)) {
                         for shard_group in divide(data).filter(|group| parted || *group == data) {
                             for micro_batch in divide(batch) {
                                 for &(schedule, virtual_stages) in &parts {
-                                    for (recompute, sequence_parallel, offload_optimizer) in switches(request) {
+                                    for (recompute, sequence_parallel, offload_optimizer, mesh_order) in
+                                        switches(request)
+                                    {
                                         each(Strategy {
+                                            mesh_order,
                                             context_parallel: context,
                                             expert_parallel: expert,
                                             zero_stage,
@@ -69,8 +74,8 @@ fn is_searched(request: &Request, choice: RequestedChoice) -> bool {
     !request.machine.stack.offers.on_request.contains(&choice)
 }
 
-/// Recomputation, sequence parallelism and optimizer state in host memory, each with each.
-fn switches(request: &Request) -> Vec<(Recompute, bool, bool)> {
+/// Recomputation, sequence parallelism, optimizer state in host memory and orders of the mesh, each with each.
+fn switches(request: &Request) -> Vec<(Recompute, bool, bool, MeshOrder)> {
     let offers = &request.machine.stack.offers;
     let offloads = !offers.offload_zero_stages.is_empty()
         && request.machine.cluster.host.is_some()
@@ -79,11 +84,14 @@ fn switches(request: &Request) -> Vec<(Recompute, bool, bool)> {
     for &recompute in &offers.recompute {
         for sequence_parallel in [false, true] {
             for offload_optimizer in [false, true] {
-                if is_searched(request, RequestedChoice::Recompute(recompute))
-                    && (!sequence_parallel || offers.sequence_parallel)
-                    && (!offload_optimizer || offloads)
-                {
-                    all.push((recompute, sequence_parallel, offload_optimizer));
+                for &mesh_order in &offers.mesh_orders {
+                    if is_searched(request, RequestedChoice::Recompute(recompute))
+                        && is_searched(request, RequestedChoice::MeshOrder(mesh_order))
+                        && (!sequence_parallel || offers.sequence_parallel)
+                        && (!offload_optimizer || offloads)
+                    {
+                        all.push((recompute, sequence_parallel, offload_optimizer, mesh_order));
+                    }
                 }
             }
         }
@@ -136,6 +144,7 @@ fn can_run(request: &Request, strategy: &Strategy) -> bool {
         && (!strategy.offload_optimizer || offers.offload_zero_stages.contains(&strategy.zero_stage))
         && (offers.uneven_stages || request.model.num_layers.is_multiple_of(pipeline_parallel))
         && pipeline_parallel <= request.model.num_layers
+        && (strategy.mesh_order == MeshOrder::PipelineOutermost || context_parallel * strategy.expert_parallel == 1)
 }
 
 /// The best layout, the best that can be executed, and the number of all.
@@ -366,6 +375,23 @@ fn more_memory_and_faster_links_never_slow_the_optimum() {
 }
 
 #[test]
+fn stages_as_neighbours_send_faster_and_replicas_sum_slower() {
+    let machine = machine("dgx-h100", "megatron-core-2025", 8);
+    let request = request(example("llama-3.1-8b"), machine, 64, FixedChoices::default());
+    let graph = build_graph(&request.model);
+    let seconds = |tensor: u64, mesh_order: MeshOrder| {
+        let plain = layout(tensor, 4, 16 / tensor, request.workload.global_batch);
+        let scored = score_layout(&request, &graph, &Strategy { mesh_order, ..plain }).expect("it can be split");
+        let term = |term| scored.prediction.terms.get(&term).map_or(0.0, |time| time.0);
+        [term(TimeTerm::PipelineCommunication) + term(TimeTerm::Bubble), term(TimeTerm::DataCommunication)]
+    };
+    let [usual, turned] = MeshOrder::ALL.map(|order| seconds(2, order));
+    assert!(turned[0] < usual[0] && turned[1] > usual[1], "a replica fills a node: {usual:?} and {turned:?}");
+    let [usual, turned] = MeshOrder::ALL.map(|order| seconds(4, order));
+    assert!(turned[0] == usual[0] && turned[1] > usual[1], "a replica is wider than a node: {usual:?} and {turned:?}");
+}
+
+#[test]
 fn the_order_of_what_a_stack_offers_changes_nothing() {
     let model = with_experts(small_model(8, 8, 24, 64), 4);
     let straight = request(model, tight_machine("megatron-core-2025", 8, 8), 24, FixedChoices::default());
@@ -374,6 +400,7 @@ fn the_order_of_what_a_stack_offers_changes_nothing() {
     offers.zero_stages.reverse();
     offers.recompute.reverse();
     offers.schedules.reverse();
+    offers.mesh_orders.reverse();
     let graph = build_graph(&straight.model);
     let [straight, turned] = [straight, turned].map(|request| search(&request, &graph));
     assert_eq!(straight.enumerated, turned.enumerated);
@@ -397,11 +424,11 @@ fn fixed_layouts() -> impl Strategic<Value = FixedChoices> {
         micro_batch,
         parts,
         prop::sample::select([Recompute::ALL.to_vec(), vec![Recompute::Partial]].concat()),
-        any::<bool>(),
-        any::<bool>(),
+        any::<(bool, bool)>(),
+        prop::sample::select(MeshOrder::ALL.to_vec()),
     );
     values.prop_map(
-        |(tensor, pipeline, context, zero, micro_batch, parts, recompute, sequence_parallel, offload_optimizer)| {
+        |(tensor, pipeline, context, zero, micro_batch, parts, recompute, (along_sequence, offload), mesh_order)| {
             FixedChoices {
                 tensor_parallel: Some(tensor),
                 pipeline_parallel: Some(pipeline),
@@ -417,8 +444,9 @@ fn fixed_layouts() -> impl Strategic<Value = FixedChoices> {
                 } else {
                     ScheduleKind::Interleaved
                 }),
-                sequence_parallel: Some(sequence_parallel),
-                offload_optimizer: Some(offload_optimizer),
+                sequence_parallel: Some(along_sequence),
+                offload_optimizer: Some(offload),
+                mesh_order: Some(mesh_order),
             }
         },
     )

@@ -131,13 +131,12 @@ pub fn exchange_time(size: Bytes, far: f64, placement: Placement, machine: &Mach
     links.base_latency.value + hop + (near / fast).max(far / slow)
 }
 
-/// Time of a send of `size` bytes by every rank of a stage to its peer in the next stage.
+/// Time of a send of `size` bytes by every rank of a stage to its peer in the next stage, inside a fast domain or not.
 ///
-/// Stages are `stride` ranks apart. Where that leaves the fast domain, each rank has its share of the
-/// domain's network cards.
-pub fn send_time(size: Bytes, stride: u64, machine: &Machine) -> Seconds {
+/// Where it leaves the domain, each rank has its share of the domain's network cards.
+pub fn send_time(size: Bytes, inside: bool, machine: &Machine) -> Seconds {
     let links = &machine.cluster.intra;
-    if stride < machine.fast_domain_gpus() {
+    if inside {
         let bandwidth = links.bandwidth_per_gpu_per_direction.value * links.efficiency.value;
         return links.hop_latency.value + size / bandwidth;
     }

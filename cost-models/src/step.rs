@@ -9,7 +9,7 @@ mod tail;
 use std::collections::BTreeMap;
 
 use ir::graph::{Block, BlockRole, Extents, ModelGraph};
-use ir::mesh::{Axis, GroupFamily, build_mesh};
+use ir::mesh::{Axis, GroupFamily, MeshOrder, build_mesh};
 use ir::model::{MAX_LAYER_RUNS, ModelSpec, Workload};
 use ir::pipeline::Pipeline;
 use ir::plan::TimeTerm;
@@ -325,15 +325,29 @@ pub fn transfer_time(scenario: Scenario, strategy: &Strategy, blocks: &PerBlock<
     let machine = scenario.machine;
     let tensor = strategy.tensor_parallel;
     let whole = blocks.layers[0].cost.input;
-    let stage_ranks = strategy.data_parallel * strategy.context_parallel * tensor;
+    let inside = stages_share_domain(strategy, machine);
     let sliced = machine.stack.overlap.sliced_sends && tensor > 1 && !strategy.sequence_parallel;
     let [waiting, _] = machine.waiting();
     if !sliced {
-        return waiting + send_time(whole, stage_ranks, machine);
+        return waiting + send_time(whole, inside, machine);
     }
     let group = place(&build_mesh(strategy).groups(Axis::Tensor), machine.fast_domain_gpus());
     let gather = collective_time(CollectiveKind::AllGather, whole, group, machine);
-    waiting + send_time(whole.scale(1.0 / tensor as f64), stage_ranks, machine) + gather
+    waiting + send_time(whole.scale(1.0 / tensor as f64), inside, machine) + gather
+}
+
+/// Whether neighbouring stages have ranks in one fast domain.
+///
+/// With data outermost only where a domain holds whole replicas: else some stages send across its border, and the others
+/// wait for them.
+pub(super) fn stages_share_domain(strategy: &Strategy, machine: &Machine) -> bool {
+    let domain = machine.fast_domain_gpus();
+    match strategy.mesh_order {
+        MeshOrder::PipelineOutermost => strategy.world_size() / strategy.pipeline_parallel < domain,
+        MeshOrder::DataOutermost => {
+            strategy.world_size() <= domain || domain.is_multiple_of(strategy.world_size() / strategy.data_parallel)
+        }
+    }
 }
 
 /// Time of a micro-batch on a part of the model, transfers that block it included.

@@ -1,6 +1,7 @@
 //! What depends on software rather than hardware: fused kernels, overlap, number formats, choices offered.
 
 use ir::graph::Fusion;
+use ir::mesh::MeshOrder;
 use ir::model::DType;
 use ir::strategy::{Recompute, ScheduleKind, ZeroStage};
 use ir::units::{Bytes, BytesPerSecond, Seconds};
@@ -82,6 +83,9 @@ pub struct Offers {
     /// Where ZeRO over a part of the replicas (hybrid sharding) is documented; the software has none where absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shard_groups: Option<String>,
+    /// Orders of the mesh's axes, without contexts and experts where data is outermost.
+    #[serde(default = "usual_orders", skip_serializing_if = "are_usual")]
+    pub mesh_orders: Vec<MeshOrder>,
     /// Those of the choices above that are planned only where they are asked for, because the software does not execute
     /// them yet.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -99,6 +103,16 @@ pub enum RequestedChoice {
     ContextParallel,
     /// Optimizer state in host memory.
     OffloadOptimizer,
+    /// An order of the mesh's axes.
+    MeshOrder(MeshOrder),
+}
+
+fn usual_orders() -> Vec<MeshOrder> {
+    vec![MeshOrder::default()]
+}
+
+fn are_usual(orders: &[MeshOrder]) -> bool {
+    orders == [MeshOrder::default()]
 }
 
 impl Offers {
@@ -112,6 +126,12 @@ impl Offers {
     pub fn searched_recompute(&self) -> Vec<Recompute> {
         let searched = |recompute: &Recompute| !self.on_request.contains(&RequestedChoice::Recompute(*recompute));
         self.recompute.iter().copied().filter(searched).collect()
+    }
+
+    /// Orders of the mesh's axes that are searched without being asked for.
+    pub fn searched_mesh_orders(&self) -> Vec<MeshOrder> {
+        let searched = |order: &MeshOrder| !self.on_request.contains(&RequestedChoice::MeshOrder(*order));
+        self.mesh_orders.iter().copied().filter(searched).collect()
     }
 
     /// Whether context degrees above 1 are searched without being asked for.

@@ -1,7 +1,7 @@
 //! The device mesh: which rank sits where, and which ranks form a group along an axis.
 //!
-//! Ranks are numbered with the last axis of the order running fastest. The order is pipeline, data,
-//! context, tensor, so that a tensor group is a run of neighbouring ranks and fits inside a node.
+//! Ranks are numbered with the last axis of the order running fastest. That is the tensor axis, so that a tensor group
+//! is a run of neighbouring ranks and fits inside a node; which axis is outermost is a choice.
 
 use serde::{Deserialize, Serialize};
 
@@ -18,6 +18,16 @@ pub enum Axis {
     Context,
     /// Parts of a matrix.
     Tensor,
+}
+
+/// The order of a mesh's axes, which says whose neighbours share a node.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum MeshOrder {
+    /// Pipeline, data, context, tensor: replicas of a stage are neighbours.
+    #[default]
+    PipelineOutermost,
+    /// Data, pipeline, context, tensor: stages of a replica are neighbours (Megatron-LM, `--use-tp-pp-dp-mapping`).
+    DataOutermost,
 }
 
 /// A rank's number in the world.
@@ -50,10 +60,33 @@ pub struct GroupFamily {
     pub count: u64,
 }
 
-impl Axis {
-    /// The order of axes in every mesh, outermost first.
-    pub const ORDER: [Axis; 4] = [Axis::Pipeline, Axis::Data, Axis::Context, Axis::Tensor];
+impl MeshOrder {
+    /// All orders, the usual one first.
+    pub const ALL: [MeshOrder; 2] = [MeshOrder::PipelineOutermost, MeshOrder::DataOutermost];
 
+    /// The axes, outermost first.
+    pub fn axes(self) -> [Axis; 4] {
+        match self {
+            MeshOrder::PipelineOutermost => [Axis::Pipeline, Axis::Data, Axis::Context, Axis::Tensor],
+            MeshOrder::DataOutermost => [Axis::Data, Axis::Pipeline, Axis::Context, Axis::Tensor],
+        }
+    }
+
+    /// The word used in flags.
+    pub fn name(self) -> &'static str {
+        match self {
+            MeshOrder::PipelineOutermost => "pipeline-outermost",
+            MeshOrder::DataOutermost => "data-outermost",
+        }
+    }
+
+    /// Whether this is the usual order, which plan files leave out.
+    pub fn is_usual(&self) -> bool {
+        *self == MeshOrder::default()
+    }
+}
+
+impl Axis {
     /// The word used in files and tables.
     pub fn name(self) -> &'static str {
         match self {
@@ -114,25 +147,35 @@ pub fn build_mesh(strategy: &Strategy) -> Mesh {
         Axis::Context => strategy.context_parallel,
         Axis::Tensor => strategy.tensor_parallel,
     };
-    Mesh { axes: Axis::ORDER.map(|axis| (axis, degree(axis))).to_vec() }
+    Mesh { axes: strategy.mesh_order.axes().map(|axis| (axis, degree(axis))).to_vec() }
+}
+
+/// First rank of a stage and one past the last; where data is outermost, of the first replica's.
+pub fn stage_ranks(strategy: &Strategy, stage: u64) -> (u64, u64) {
+    let neighbours = match strategy.mesh_order {
+        MeshOrder::PipelineOutermost => strategy.data_parallel,
+        MeshOrder::DataOutermost => 1,
+    };
+    let ranks = neighbours * strategy.context_parallel * strategy.tensor_parallel;
+    (stage * ranks, (stage + 1) * ranks)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::strategy::Strategy;
     use proptest::prelude::*;
     use std::collections::BTreeSet;
 
     proptest! {
         #[test]
         fn each_rank_is_at_one_place_and_in_one_group_of_each_axis(
-            degrees in [1u64..5, 1u64..5, 1u64..4, 1u64..5]
+            degrees in [1u64..5, 1u64..5, 1u64..4, 1u64..5], order in prop::sample::select(MeshOrder::ALL.to_vec())
         ) {
-            let axes = Axis::ORDER.into_iter().zip(degrees).collect();
-            let mesh = Mesh { axes };
+            let mesh = Mesh { axes: order.axes().into_iter().zip(degrees).collect() };
             let places: BTreeSet<_> = (0..mesh.world_size()).map(|rank| mesh.coordinate(Rank(rank))).collect();
             prop_assert_eq!(places.len() as u64, mesh.world_size());
-            for axis in Axis::ORDER {
+            for axis in order.axes() {
                 let family = mesh.groups(axis);
                 let groups: BTreeSet<_> = (0..mesh.world_size()).map(|rank| family.members(Rank(rank))).collect();
                 prop_assert_eq!(groups.len() as u64, family.count);
@@ -148,5 +191,19 @@ mod tests {
         assert_eq!(mesh.groups(Axis::Tensor).members(Rank(117)), [116, 117, 118, 119].map(Rank));
         assert_eq!(mesh.groups(Axis::Data).stride, 4);
         assert_eq!(mesh.coordinate(Rank(117))[0], (Axis::Pipeline, 3));
+    }
+
+    #[test]
+    fn ranks_of_a_stage_are_at_its_place_on_the_pipeline_axis() {
+        let plain = Strategy::plain([2, 3, 4], 12);
+        for mesh_order in MeshOrder::ALL {
+            let strategy = Strategy { mesh_order, ..plain.clone() };
+            let mesh = build_mesh(&strategy);
+            for stage in 0..3 {
+                let (first, end) = stage_ranks(&strategy, stage);
+                let on_stage = |rank| mesh.coordinate(Rank(rank)).contains(&(Axis::Pipeline, stage));
+                assert!((first..end).all(on_stage), "{mesh_order:?}, stage {stage}");
+            }
+        }
     }
 }

@@ -120,7 +120,7 @@ pub struct BlockShards {
 pub struct Stage {
     /// Number.
     pub stage: StageId,
-    /// First rank of the stage and one past the last.
+    /// First rank of the stage and one past the last; where data is outermost, of the first replica's.
     pub ranks: (u64, u64),
     /// Whether the stage holds the embedding.
     pub embedding: bool,

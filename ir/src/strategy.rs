@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::mesh::MeshOrder;
+
 /// Every choice of a plan; two equal strategies on equal inputs give equal programs.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -39,6 +41,9 @@ pub struct Strategy {
     /// How many of these backward computes again, where `recompute` is `Partial`; empty otherwise.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub recomputed_layers: Vec<u64>,
+    /// Which axis of the mesh is outermost.
+    #[serde(default, skip_serializing_if = "MeshOrder::is_usual")]
+    pub mesh_order: MeshOrder,
 }
 
 /// What data-parallel ranks shard (ZeRO, arXiv 1910.02054); written as 0 to 3.
@@ -109,6 +114,7 @@ impl Strategy {
             offload_optimizer: false,
             layers_per_stage: Vec::new(),
             recomputed_layers: Vec::new(),
+            mesh_order: MeshOrder::default(),
         }
     }
 
@@ -215,6 +221,10 @@ pub fn not_programmed(strategy: &Strategy) -> Option<&'static str> {
     }
     if strategy.shard_group != strategy.data_parallel {
         return Some("ZeRO over a part of the replicas is not compiled yet");
+    }
+    match strategy.mesh_order {
+        MeshOrder::PipelineOutermost => {}
+        MeshOrder::DataOutermost => return Some("ranks with data outermost are not executed yet"),
     }
     match strategy.schedule {
         ScheduleKind::GPipe | ScheduleKind::OneForwardOneBackward => {}

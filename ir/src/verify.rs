@@ -47,7 +47,7 @@ use std::collections::BTreeMap;
 
 use crate::error::Problem;
 use crate::graph::{BlockRole, ModelGraph, build_graph, count_parameters};
-use crate::mesh::{Axis, Rank, StageId, build_mesh};
+use crate::mesh::{Rank, StageId, build_mesh, stage_ranks};
 use crate::model::{LayerRun, check_model, layer_runs};
 use crate::pipeline::{Pipeline, in_flight};
 use crate::plan::{FORMAT_VERSION, Plan, Stage};
@@ -168,7 +168,8 @@ fn check_mesh(plan: &Plan, check: &mut Check) {
         check.report(format!("the mesh {:?} is not the strategy's {:?}", plan.mesh.axes, mesh.axes), "mesh", EDITED);
         return;
     }
-    let expected: Vec<_> = Axis::ORDER.into_iter().filter(|axis| mesh.degree(*axis) > 1).collect();
+    let order = plan.strategy.mesh_order.axes();
+    let expected: Vec<_> = order.into_iter().filter(|axis| mesh.degree(*axis) > 1).collect();
     let found: Vec<_> = plan.groups.iter().map(|family| family.axis).collect();
     check.expect(found, expected, "groups", "axes with groups");
     for (index, family) in plan.groups.iter().enumerate() {
@@ -231,12 +232,11 @@ fn check_layers(plan: &Plan, check: &mut Check) {
     check.expect(plan.stages.len() as u64, count, "stages", "number of stages");
     let pipeline = Pipeline::of(strategy);
     let (ends, _) = pipeline.stage_and_part(pipeline.num_parts() - 1);
-    let stage_ranks = strategy.world_size() / count;
     for (index, stage) in plan.stages.iter().enumerate() {
         let number = index as u64;
         let place = format!("stages[{index}]");
         check.expect(stage.stage, StageId(number), &place, "number of the stage");
-        check.expect(stage.ranks, (number * stage_ranks, (number + 1) * stage_ranks), &place, "ranks of the stage");
+        check.expect(stage.ranks, stage_ranks(strategy, number), &place, "ranks of the stage");
         check.expect(stage.embedding, number == 0, &place, "embedding on the first stage only");
         check.expect(stage.head, number == ends, &place, "head beside the last layers only");
         check.expect(stage.parts().count() as u64, strategy.virtual_stages, &place, "parts of the model");

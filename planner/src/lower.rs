@@ -5,7 +5,7 @@ use cost_models::memory::{StageMemory, checkpoint_bytes, state_bytes};
 use cost_models::step::{StageContent, costed_blocks, stage_load, with_provenance};
 use ir::footprint::with_memory;
 use ir::graph::{BlockRole, ModelGraph, count_parameters};
-use ir::mesh::{StageId, build_mesh};
+use ir::mesh::{StageId, build_mesh, stage_ranks};
 use ir::model::{MAX_LAYER_RUNS, ModelSpec};
 use ir::pipeline::{Pipeline, in_flight};
 use ir::plan::{
@@ -153,7 +153,6 @@ fn stages(request: &Request, graph: &ModelGraph, scored: &Scored, split: TensorS
     let scenario = scenario(request, graph);
     let strategy = &scored.strategy;
     let blocks = costed_blocks(scenario, split, strategy.micro_batch);
-    let stage_ranks = strategy.world_size() / strategy.pipeline_parallel;
     let pipeline = Pipeline::of(strategy);
     let layers = part_layers(pipeline, &strategy.layers_per_stage);
     let held = scored.contents.chunks(pipeline.virtual_stages as usize);
@@ -162,7 +161,7 @@ fn stages(request: &Request, graph: &ModelGraph, scored: &Scored, split: TensorS
         let mut layers = (0..pipeline.virtual_stages).map(|part| layers[pipeline.position(stage, part) as usize]);
         Stage {
             stage: StageId(stage),
-            ranks: (stage * stage_ranks, (stage + 1) * stage_ranks),
+            ranks: stage_ranks(strategy, stage),
             embedding: parts.iter().any(|part| part.embedding),
             layers: layers.next().expect("a stage has at least one part"),
             further_layers: layers.collect(),

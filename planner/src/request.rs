@@ -3,6 +3,7 @@
 use cost_models::machine::Machine;
 use hardware_profiles::cluster::Nics;
 use ir::error::Problem;
+use ir::mesh::MeshOrder;
 use ir::model::{ModelSpec, SIZE_LIMIT, Workload};
 use ir::sharding::{SplitError, tensor_split};
 use ir::strategy::{Recompute, ScheduleKind, ZeroStage};
@@ -61,6 +62,8 @@ pub struct FixedChoices {
     pub sequence_parallel: Option<bool>,
     /// `--offload-optimizer`.
     pub offload_optimizer: Option<bool>,
+    /// `--mesh-order`.
+    pub mesh_order: Option<MeshOrder>,
 }
 
 impl FixedChoices {
@@ -81,6 +84,7 @@ impl FixedChoices {
         let switch = |on: bool| if on { "on" } else { "off" }.to_owned();
         push("sequence-parallel", self.sequence_parallel.map(switch));
         push("offload-optimizer", self.offload_optimizer.map(switch));
+        push("mesh-order", self.mesh_order.map(|order| order.name().to_owned()));
         flags
     }
 
@@ -99,6 +103,7 @@ impl FixedChoices {
             FixedChoices { schedule: None, ..*self },
             FixedChoices { sequence_parallel: None, ..*self },
             FixedChoices { offload_optimizer: None, ..*self },
+            FixedChoices { mesh_order: None, ..*self },
         ];
         let changed = freed.into_iter().filter(|choices| choices != self);
         self.flags().into_iter().zip(changed).collect()
@@ -373,6 +378,11 @@ fn check_offers(request: &Request, problems: &mut Vec<Problem>) {
             fixed.offload_optimizer == Some(true) && offers.offload_zero_stages.is_empty(),
             "--offload-optimizer",
             "optimizer state in host memory",
+        ),
+        (
+            fixed.mesh_order.is_some_and(|order| !offers.mesh_orders.contains(&order)),
+            "--mesh-order",
+            "this order of ranks",
         ),
     ];
     for (_, flag, what) in missing.into_iter().filter(|(absent, _, _)| *absent) {

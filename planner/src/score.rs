@@ -105,6 +105,7 @@ pub fn not_offered(request: &Request, launch: &Launch) -> Vec<String> {
         schedule: Some(layout.schedule),
         sequence_parallel: Some(layout.sequence_parallel),
         offload_optimizer: layout.offload_optimizer.then_some(true),
+        mesh_order: Some(layout.mesh_order),
         ..FixedChoices::default()
     };
     match check_request(&Request { fixed, ..request.clone() }) {

@@ -37,6 +37,8 @@ pub enum Rejection {
     ZeroStageNotOfferedWithPipeline,
     /// The stack cannot keep the optimizer state of this ZeRO stage in host memory.
     OffloadNotOfferedWithZeroStage,
+    /// The stack cannot put the data axis outermost with contexts or experts.
+    MeshOrderNotOfferedWithContextsOrExperts,
     /// The batch is not whole micro-batches on each replica.
     BatchNotDivisible,
     /// The schedule takes micro-batches in groups of one a stage.
@@ -62,6 +64,8 @@ pub enum Pruning {
     PartialEqualsNone,
     /// Recomputation of some layers, of which memory asks for all.
     PartialEqualsFull,
+    /// With one stage or one replica all orders of the mesh are the same.
+    MeshOrderWithoutEffect,
     /// With one stage no schedule is faster than 1F1B or holds less.
     ScheduleWithoutStages,
     /// Its lower bound is above the reported layouts.
@@ -105,6 +109,7 @@ impl Rejection {
             Rejection::UnevenStagesNotOffered => "uneven_stages_not_offered",
             Rejection::ZeroStageNotOfferedWithPipeline => "zero_stage_not_offered_with_pipeline",
             Rejection::OffloadNotOfferedWithZeroStage => "offload_not_offered_with_zero_stage",
+            Rejection::MeshOrderNotOfferedWithContextsOrExperts => "mesh_order_not_offered_with_contexts_or_experts",
             Rejection::BatchNotDivisible => "batch_not_divisible",
             Rejection::MicroBatchesNotGrouped => "micro_batches_not_divisible_by_stages",
             Rejection::NotExecutable => "not_executable",
@@ -123,6 +128,7 @@ impl Pruning {
             Pruning::SelectiveEqualsNone => "selective_recompute_equals_none",
             Pruning::PartialEqualsNone => "partial_recompute_equals_none",
             Pruning::PartialEqualsFull => "partial_recompute_equals_full",
+            Pruning::MeshOrderWithoutEffect => "mesh_order_without_effect",
             Pruning::ScheduleWithoutStages => "schedule_without_stages",
             Pruning::SlowerThanReported => "lower_bound_above_reported",
             Pruning::Interrupted => "interrupted",
@@ -139,6 +145,10 @@ pub fn enumerate(request: &Request) -> Space {
         space.enumerated += layouts.count();
         if let Some(reason) = rules::reject_mesh(request, degrees) {
             *space.rejected.entry(reason).or_default() += layouts.count();
+            continue;
+        }
+        if rules::repeats_mesh(request, degrees) {
+            *space.pruned.entry(Pruning::MeshOrderWithoutEffect).or_default() += layouts.count();
             continue;
         }
         rules::reject_layouts(request, degrees, &mut layouts, &mut space.rejected);

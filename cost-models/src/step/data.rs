@@ -1,6 +1,6 @@
 //! Collectives of the data axis, and what of them computation covers.
 
-use ir::mesh::{Axis, GroupFamily};
+use ir::mesh::{Axis, GroupFamily, MeshOrder};
 use ir::strategy::Strategy;
 use ir::units::{Bytes, Seconds};
 
@@ -59,7 +59,12 @@ pub(super) struct StateGroups {
 pub(super) fn state_groups(strategy: &Strategy, machine: &Machine) -> StateGroups {
     let replicas = strategy.data_parallel * strategy.context_parallel;
     let experts = strategy.expert_parallel;
-    let strides = [strategy.tensor_parallel, strategy.tensor_parallel * experts];
+    let neighbour = match strategy.mesh_order {
+        MeshOrder::PipelineOutermost => strategy.tensor_parallel,
+        // Only without contexts and experts.
+        MeshOrder::DataOutermost => strategy.tensor_parallel * strategy.pipeline_parallel,
+    };
+    let strides = [neighbour, neighbour * experts];
     let counts = [replicas, (replicas / experts).max(1)];
     let Shards { dense, expert } = shards_of(strategy);
     let sizes = [dense, expert];

@@ -7,7 +7,7 @@ use ir::provenance::Provenance;
 use ir::strategy::Strategy;
 use ir::units::Seconds;
 
-use super::{Scenario, state_groups};
+use super::{Scenario, stages_share_domain, state_groups};
 
 /// Attaches to each term the weakest origin of the numbers behind it.
 pub fn with_provenance(
@@ -27,7 +27,7 @@ pub fn with_provenance(
             TimeTerm::Compute | TimeTerm::Recomputation | TimeTerm::Bubble => compute.min(memory),
             TimeTerm::TensorCommunication => link(strategy.tensor_parallel <= domain),
             TimeTerm::Exchange => link(stage_ranks <= domain),
-            TimeTerm::PipelineCommunication => link(stage_ranks < domain),
+            TimeTerm::PipelineCommunication => link(stages_share_domain(strategy, machine)),
             TimeTerm::DataCommunication => link(state_groups(strategy, machine).whole[0].inside_domain()),
             TimeTerm::Optimizer if strategy.offload_optimizer => machine.host_provenance(),
             TimeTerm::Optimizer => memory,

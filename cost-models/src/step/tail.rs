@@ -1,11 +1,12 @@
 //! Time after the last backward pass: gradient reduction, optimizer, parameter gather.
 
+use ir::mesh::MeshOrder;
 use ir::strategy::{Strategy, ZeroStage};
 use ir::units::{Bytes, Seconds};
 
 use super::data::{HeldParameters, exposed, state_groups};
 use super::load::shards_of;
-use super::{CostedBlock, PerBlock, Scenario, StageContent, stage_load};
+use super::{CostedBlock, PerBlock, Scenario, StageContent, stage_load, stages_share_domain};
 use crate::collective::{CollectiveKind, Placement, collective_time};
 use crate::memory::state_bytes;
 use crate::offload::offloaded_update_time;
@@ -113,8 +114,12 @@ fn tied_reduction_time(
     }
     let machine = scenario.machine;
     let bytes = state_bytes(machine, scenario.model.dtype).gradient * blocks.head.tied_parameters;
-    let distance = strategy.world_size() - strategy.world_size() / strategy.pipeline_parallel;
-    let inside = distance < machine.fast_domain_gpus();
+    let inside = match strategy.mesh_order {
+        MeshOrder::PipelineOutermost => {
+            strategy.world_size() - strategy.world_size() / strategy.pipeline_parallel < machine.fast_domain_gpus()
+        }
+        MeshOrder::DataOutermost => stages_share_domain(strategy, machine),
+    };
     let pair = Placement { size: 2, per_domain: if inside { 2 } else { 1 }, domains: if inside { 1 } else { 2 } };
     collective_time(CollectiveKind::AllReduce, Bytes(bytes), pair, machine)
 }

@@ -2,6 +2,7 @@
 
 use std::iter;
 
+use ir::mesh::MeshOrder;
 use ir::model::{Attention, Bias, DType, FeedForward, ModelSpec, NormKind, Position};
 use ir::plan::Plan;
 use ir::rotary::RotaryScaling;
@@ -183,6 +184,10 @@ fn layout_flags(plan: &Plan, remarks: &mut Vec<String>) -> Vec<String> {
     flags.extend(sharding_flags(strategy));
     if strategy.offload_optimizer {
         flags.push("--optimizer-cpu-offload".to_owned());
+    }
+    match strategy.mesh_order {
+        MeshOrder::PipelineOutermost => {}
+        MeshOrder::DataOutermost => flags.push("--use-tp-pp-dp-mapping".to_owned()),
     }
     match strategy.schedule {
         ScheduleKind::OneForwardOneBackward | ScheduleKind::Interleaved => {}

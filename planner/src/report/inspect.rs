@@ -45,11 +45,12 @@ pub fn whole(plan: &Plan) -> String {
 /// One stage: what it holds, how long it takes, where its memory goes.
 pub fn stage(plan: &Plan, stage: &Stage) -> String {
     let mut text = format!(
-        "stage {} of {}: ranks {} to {}, {}\n",
+        "stage {} of {}: ranks {} to {}{}, {}\n",
         stage.stage.0,
         plan.stages.len(),
         stage.ranks.0,
         stage.ranks.1 - 1,
+        if plan.strategy.mesh_order.is_usual() { "" } else { " of the first replica" },
         content(stage)
     );
     text += &format!(

@@ -108,7 +108,7 @@ pub fn strategy_value(strategy: &Strategy, executable: &Executable) -> Value {
         "sequence_parallel": strategy.sequence_parallel,
         "offload_optimizer": strategy.offload_optimizer,
         "layers_per_stage": strategy.layers_per_stage,
-        "mesh_order": ir::mesh::Axis::ORDER.map(|axis| axis.name()),
+        "mesh_order": strategy.mesh_order.axes().map(|axis| axis.name()),
         "executable": reason.is_none(),
         "reason": reason,
     })

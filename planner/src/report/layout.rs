@@ -11,7 +11,7 @@ struct Column {
     used: fn(&Strategy) -> bool,
 }
 
-const COLUMNS: [Column; 13] = [
+const COLUMNS: [Column; 14] = [
     column("tensor", |layout| layout.tensor_parallel.to_string()),
     column("pipeline", |layout| layout.pipeline_parallel.to_string()),
     used_column("parts", |layout| layout.virtual_stages.to_string(), |layout| layout.virtual_stages > 1),
@@ -26,6 +26,7 @@ const COLUMNS: [Column; 13] = [
         |layout| layout.shard_group != layout.data_parallel,
     ),
     used_column("optimizer in", |layout| place(layout).to_owned(), |layout| layout.offload_optimizer),
+    used_column("outermost", outermost, |layout| !layout.mesh_order.is_usual()),
     column("micro-batch", |layout| layout.micro_batch.to_string()),
     column("recompute", recompute),
     column("sequence parallel", |layout| if layout.sequence_parallel { "on" } else { "off" }.to_owned()),
@@ -46,6 +47,10 @@ fn is_usual(schedule: ScheduleKind) -> bool {
 
 fn place(layout: &Strategy) -> &'static str {
     if layout.offload_optimizer { "host" } else { "device" }
+}
+
+fn outermost(layout: &Strategy) -> String {
+    layout.mesh_order.axes()[0].name().to_owned()
 }
 
 fn recompute(layout: &Strategy) -> String {

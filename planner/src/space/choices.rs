@@ -1,5 +1,6 @@
 //! The values of each choice that the stack offers and the user left open.
 
+use ir::mesh::MeshOrder;
 use ir::strategy::{Recompute, ScheduleKind, ZeroStage};
 
 use crate::request::{Request, divisors};
@@ -17,6 +18,8 @@ pub struct Degrees {
     pub context: u64,
     /// Ranks that split the experts, some of those of data and context.
     pub expert: u64,
+    /// Which of them is outermost.
+    pub order: MeshOrder,
 }
 
 /// What ZeRO shards over which replicas, and where the optimizer state lives.
@@ -93,8 +96,14 @@ pub fn open_schedules(request: &Request) -> Vec<ScheduleKind> {
     schedules
 }
 
+/// Orders of the mesh's axes.
+pub fn open_orders(request: &Request) -> Vec<MeshOrder> {
+    let offers = &request.machine.stack.offers;
+    request.fixed.mesh_order.map_or(offers.searched_mesh_orders(), |order| vec![order])
+}
+
 /// All meshes: tensor x pipeline x context x data makes up the world, and the expert degree divides data x context
-/// and the experts.
+/// and the experts; each with each order of its axes.
 pub fn meshes(request: &Request) -> Vec<Degrees> {
     let offers = &request.machine.stack.offers;
     let fixed = &request.fixed;
@@ -103,6 +112,7 @@ pub fn meshes(request: &Request) -> Vec<Degrees> {
         divisors(number).into_iter().filter(allowed)
     };
     let experts = request.model.feed_forward.num_experts();
+    let orders = open_orders(request);
     let mut meshes = Vec::new();
     for tensor in open(request.gpus, fixed.tensor_parallel, offers.tensor_parallel) {
         for pipeline in open(request.gpus / tensor, fixed.pipeline_parallel, offers.pipeline_parallel) {
@@ -114,7 +124,11 @@ pub fn meshes(request: &Request) -> Vec<Degrees> {
                 }
                 let shared = open(replicas, fixed.expert_parallel, offers.expert_parallel.is_some());
                 let shared = shared.filter(|degree| experts.is_multiple_of(*degree));
-                meshes.extend(shared.map(|expert| Degrees { tensor, pipeline, data, context, expert }));
+                for expert in shared {
+                    let ordered =
+                        |order: &MeshOrder| Degrees { tensor, pipeline, data, context, expert, order: *order };
+                    meshes.extend(orders.iter().map(ordered));
+                }
             }
         }
     }

@@ -59,6 +59,7 @@ impl Degrees {
         Strategy {
             context_parallel: self.context,
             expert_parallel: self.expert,
+            mesh_order: self.order,
             ..Strategy::plain([self.tensor, self.pipeline, self.data], global_batch)
         }
     }

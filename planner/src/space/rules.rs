@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 
 use hardware_profiles::stack::ContextExchange;
+use ir::mesh::MeshOrder;
 use ir::sharding::{SplitError, tensor_split};
 use ir::strategy::{Recompute, Strategy, ZeroStage};
 
-use super::choices::{Choices, Degrees, Sharding};
+use super::choices::{Choices, Degrees, Sharding, open_orders};
 use super::layouts::Layouts;
 use super::{Pruning, Rejection};
 use crate::compile::not_executable;
@@ -26,6 +27,9 @@ pub fn reject_mesh(request: &Request, degrees: Degrees) -> Option<Rejection> {
         }
         Ok(_) if !splits_context(request, degrees) => Some(Rejection::SequenceNotDivisible),
         Ok(_) if !exchanges_whole_heads(request, degrees) => Some(Rejection::ContextHeadsNotDivisible),
+        Ok(_) if !degrees.order.is_usual() && degrees.context * degrees.expert > 1 => {
+            Some(Rejection::MeshOrderNotOfferedWithContextsOrExperts)
+        }
         Ok(_) => None,
     }
 }
@@ -89,6 +93,12 @@ fn keep_executable(request: &Request, degrees: Degrees, layouts: &mut Layouts) {
     layouts.passes.retain(|passes| executable(&passes.on(&plain)));
     layouts.sharding.retain(|sharding| executable(&sharding.on(&plain)));
     layouts.recompute.retain(|recompute| executable(&Strategy { recompute: *recompute, ..plain.clone() }));
+}
+
+/// Whether a mesh is another one of the same space in another order: with one stage or one replica orders are the same.
+pub fn repeats_mesh(request: &Request, degrees: Degrees) -> bool {
+    let usual = MeshOrder::default();
+    degrees.order != usual && degrees.pipeline.min(degrees.data) == 1 && open_orders(request).contains(&usual)
 }
 
 /// Takes out what has an equal or better layout in the same space.

@@ -6,6 +6,7 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
+use ir::mesh::MeshOrder;
 use ir::strategy::{Recompute, ScheduleKind, ZeroStage};
 use planner::objective::Objective;
 use planner::request::FixedChoices;
@@ -192,6 +193,18 @@ pub struct FixedOptions {
     /// Keep the optimizer state in host memory and update it there
     #[arg(long, value_name = "on|off", action = ArgAction::Set, value_parser = on_or_off)]
     offload_optimizer: Option<bool>,
+    /// Whose ranks are neighbours: replicas of a stage, or stages of a replica
+    #[arg(long)]
+    mesh_order: Option<MeshOrderOption>,
+}
+
+/// Which axis of the mesh is outermost.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum MeshOrderOption {
+    /// Replicas of a stage are neighbours
+    PipelineOutermost,
+    /// Stages of a replica are neighbours
+    DataOutermost,
 }
 
 /// What backward computes again.
@@ -253,6 +266,10 @@ impl FixedOptions {
             }),
             sequence_parallel: self.sequence_parallel,
             offload_optimizer: self.offload_optimizer,
+            mesh_order: self.mesh_order.map(|choice| match choice {
+                MeshOrderOption::PipelineOutermost => MeshOrder::PipelineOutermost,
+                MeshOrderOption::DataOutermost => MeshOrder::DataOutermost,
+            }),
         }
     }
 }

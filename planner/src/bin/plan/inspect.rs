@@ -4,7 +4,7 @@ use std::path::Path;
 
 use hardware_profiles::files::{PLAN_LIMIT, read_text};
 use ir::error::Problem;
-use ir::mesh::Rank;
+use ir::mesh::{Axis, Rank};
 use ir::plan::{Plan, Stage, read_plan};
 use ir::verify::verify;
 use planner::error::Error;
@@ -38,7 +38,9 @@ pub fn run(options: &InspectOptions) -> Printed {
 /// The stage that the options name, by its number or by one of its ranks.
 fn named_stage<'a>(options: &InspectOptions, plan: &'a Plan) -> Result<Option<&'a Stage>, Problem> {
     if let Some(number) = options.rank {
-        let stage = plan.stages.iter().find(|stage| (stage.ranks.0..stage.ranks.1).contains(&number));
+        let on_pipeline = plan.mesh.coordinate(Rank(number)).into_iter().find(|(axis, _)| *axis == Axis::Pipeline);
+        let inside = on_pipeline.filter(|_| number < plan.mesh.world_size());
+        let stage = inside.and_then(|(_, stage)| plan.stages.get(stage as usize));
         return stage.map(Some).ok_or_else(|| outside("rank", number, plan.mesh.world_size()));
     }
     let Some(number) = options.stage else { return Ok(None) };

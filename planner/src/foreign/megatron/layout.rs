@@ -1,6 +1,7 @@
 //! Degrees, batch, ZeRO stage, recomputation and switches in Megatron's flags.
 
 use hardware_profiles::device::MatmulFormat;
+use ir::mesh::MeshOrder;
 use ir::model::ModelSpec;
 use ir::strategy::{Recompute, Strategy, ZeroStage};
 
@@ -103,8 +104,24 @@ pub(super) fn read_layout(
         recompute: read_recompute(flags, fork, settings),
         sequence_parallel: sequence_parallel && tensor > 1,
         offload_optimizer: reads_offload(flags, settings),
+        mesh_order: read_mesh_order(flags, &degrees),
         ..plain_layout()
     })
+}
+
+/// With contexts or experts the flag is not for use (NVIDIA-NeMo/Megatron-Bridge, training/config.py).
+fn read_mesh_order(flags: &mut Flags, degrees: &Degrees) -> MeshOrder {
+    let flag = "--use-tp-pp-dp-mapping";
+    match flags.has(flag) {
+        false => MeshOrder::PipelineOutermost,
+        true => {
+            if degrees.context * degrees.expert > 1 {
+                let what = format!("{flag} is not for contexts or experts");
+                flags.refuse(what, flag, "leave it out, or context and expert parallelism");
+            }
+            MeshOrder::DataOutermost
+        }
+    }
 }
 
 fn reads_offload(flags: &mut Flags, settings: &mut Settings) -> bool {
