@@ -70,13 +70,23 @@ fn the_default_build_has_no_kernels() {
     assert!(!manifest.contains("default ="), "no feature is on by itself");
 }
 
+/// A part of burn may be named only where burn itself need not have it: optional, and of burn's version.
 #[test]
-fn burn_is_named_whole_and_not_by_its_parts() {
+fn burn_is_named_whole_or_with_parts_of_its_version() {
     assert!(dependencies(&manifest("runtime")).contains("burn"), "runtime's tensors are burn's");
+    let workspace = manifest("");
+    let version = |package: &str| {
+        let line = workspace.lines().find(|line| line.starts_with(&format!("{package} = "))).expect("shared versions");
+        line.split('"').nth(1).expect("a version").to_owned()
+    };
+    assert!(version("burn").starts_with('='), "burn is pinned");
     for name in CRATES {
-        let parts: Vec<String> =
-            dependencies(&manifest(name)).into_iter().filter(|other| other.starts_with("burn-")).collect();
-        assert!(parts.is_empty(), "{name} names {parts:?} beside burn, whose version could differ");
+        let manifest = manifest(name);
+        for part in dependencies(&manifest).into_iter().filter(|other| other.starts_with("burn-")) {
+            assert_eq!(version(&part), version("burn"), "{part} in {name}");
+            let optional = format!("{part} = {{ workspace = true, optional = true }}");
+            assert!(manifest.contains(&optional), "{part} in {name} is for a feature only");
+        }
     }
 }
 

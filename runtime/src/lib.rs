@@ -10,10 +10,14 @@
 //! | say what happened | `progress_line`, `Log` | `log` |
 //! | say where time went | `comparison`, `measure_profile` | `measure` |
 
+#[cfg(feature = "cuda")]
+pub mod cards;
 pub mod communicator;
 pub mod data;
 pub mod executor;
 pub mod gather;
+#[cfg(feature = "kernels")]
+pub mod gpu_check;
 pub mod initial;
 pub mod launch;
 pub mod log;

@@ -16,6 +16,7 @@
 
 pub mod activation;
 pub mod attention;
+pub mod copy;
 pub mod dropout;
 pub mod embedding;
 pub mod loss;
@@ -27,5 +28,6 @@ mod queue;
 pub mod rotary;
 pub mod softmax;
 mod sums;
+pub mod traffic;
 
 pub use queue::{Buffer, Element, KernelList, ListedKernel, Queue};

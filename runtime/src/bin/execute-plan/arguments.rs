@@ -21,6 +21,8 @@ pub struct Arguments {
 pub enum Command {
     /// Tokenise text into the .bin and .idx files that --data reads
     Prepare(PrepareOptions),
+    /// Check and measure the kernels on this host's GPU
+    GpuCheck(GpuCheckOptions),
 }
 
 /// Options of a run.
@@ -108,4 +110,34 @@ pub struct PrepareOptions {
     /// Replace files that exist
     #[arg(long)]
     pub force: bool,
+}
+
+/// Options of `execute-plan gpu-check`.
+#[derive(Debug, Args)]
+#[cfg_attr(
+    not(feature = "kernels"),
+    allow(dead_code, reason = "a program without kernels refuses whatever was chosen")
+)]
+pub struct GpuCheckOptions {
+    /// Measure more sizes
+    #[arg(long)]
+    pub full: bool,
+    /// Write report.md, report.json and profile.ron, a cluster file for `plan --cluster`, into DIR
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+    /// Print the report as JSON
+    #[arg(long)]
+    pub json: bool,
+    /// What runs the kernels
+    #[arg(long, default_value = "cuda")]
+    pub driver: Driver,
+}
+
+/// What runs kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Driver {
+    /// NVIDIA's driver
+    Cuda,
+    /// Any Vulkan driver, to check the kernels' numbers where there is no NVIDIA GPU
+    Wgpu,
 }

@@ -1,8 +1,9 @@
-//! `execute-plan`: runs one rank of a plan, and prepares its data.
+//! `execute-plan`: runs one rank of a plan, prepares its data, and checks a GPU.
 
 #![allow(clippy::print_stdout, reason = "this is the program that prints")]
 
 mod arguments;
+mod gpu_check;
 mod prepare;
 mod run;
 
@@ -22,6 +23,7 @@ fn main() -> ExitCode {
     let done = match arguments.command {
         None => run::run(&arguments.run),
         Some(Command::Prepare(options)) => prepare::run(options).map(|()| ExitCode::SUCCESS),
+        Some(Command::GpuCheck(options)) => gpu_check::run(&options),
     };
     match done {
         Ok(code) => code,

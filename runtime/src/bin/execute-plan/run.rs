@@ -51,7 +51,7 @@ fn print_report(launch: &Launch, report: &str) {
 fn request(options: &RunOptions) -> Result<Request, Error> {
     let refuse = |what: &str, place: &str, help: &str| Err(Problem::new(what, place, help).into());
     if options.device == Device::Cuda {
-        return refuse("this version runs on processor cores only", "--device cuda", "leave --device out");
+        return Err(no_plan_on_cards().into());
     }
     let transport = transport(options.communicator)?;
     let data = match (&options.data, options.synthetic) {
@@ -79,6 +79,22 @@ fn request(options: &RunOptions) -> Result<Request, Error> {
         timeout: Duration::from_secs(options.timeout),
         transport,
     })
+}
+
+/// Why no plan runs on GPUs here.
+fn no_plan_on_cards() -> Problem {
+    let (location, otherwise) = ("--device cuda", "leave --device out");
+    #[cfg(feature = "cuda")]
+    return match runtime::cards::find_cards(location, otherwise) {
+        Err(problem) => problem,
+        Ok(_) => Problem::new("this version runs plans on processor cores only", location, otherwise),
+    };
+    #[cfg(not(feature = "cuda"))]
+    Problem::new(
+        "this program was built without its feature `cuda`, and runs on processor cores only",
+        location,
+        format!("{otherwise}, or build it with `--features cuda`"),
+    )
 }
 
 fn transport(communicator: Communicator) -> Result<Transport, Error> {

@@ -4,26 +4,26 @@ use ir::graph::DimName::{HeadDim, KeySequence, KeyValueHeads, MicroBatch, Querie
 use ir::program::{AttentionOperand, Op};
 use kernels::Element;
 use kernels::attention::{Attention, attention, attention_gradient};
-use runtime::operators::Place;
 
-use crate::device::{Dims, device, operator, rounded, tensor};
-use crate::random::random;
-use crate::rows::slopes;
+use super::rows::slopes;
+use crate::gpu_check::checks::{Checks, held};
+use crate::gpu_check::reference::{Dims, Value};
+use crate::operators::Place;
 
-#[test]
-fn attention_and_its_gradients() {
-    let device = device();
-    // Sequences, key-value heads, queries of each, positions, widths of heads and values, linear biases.
-    let shapes = [
-        (1, 1, 1, 1, [4, 4], false),
-        (2, 2, 3, 9, [5, 7], true),
-        (1, 2, 1, 33, [8, 8], false),
-        (1, 1, 2, 100, [32, 16], true),
-        (2, 1, 1, 64, [12, 20], true),
-        (1, 2, 2, 70, [64, 64], false),
-    ];
+/// Sequences, key-value heads, queries of each, positions, widths of heads and values, linear biases.
+const SHAPES: [(usize, usize, usize, usize, [usize; 2], bool); 6] = [
+    (1, 1, 1, 1, [4, 4], false),
+    (2, 2, 3, 9, [5, 7], true),
+    (1, 2, 1, 33, [8, 8], false),
+    (1, 1, 2, 100, [32, 16], true),
+    (2, 1, 1, 64, [12, 20], true),
+    (1, 2, 2, 70, [64, 64], false),
+];
+
+pub fn attention_and_gradients(checks: &mut Checks) {
+    let device = checks.device;
     for ((sequences, heads, queries, positions, [head_width, value_width], alibi), format) in
-        shapes.into_iter().flat_map(|shape| device.formats().into_iter().map(move |format| (shape, format)))
+        device.in_each_format(SHAPES)
     {
         let name = format!("attention {sequences} x {heads} x {queries} x {positions} x {head_width} x {value_width}");
         let place = Place { heads: (2, 6), queries: (1, 4), ..Place::WHOLE };
@@ -49,17 +49,16 @@ fn attention_and_its_gradients() {
         let mut seed = 0;
         let numbers = dims.each_ref().map(|dims| {
             seed += 1;
-            let count: usize = dims.iter().map(|(_, extent)| extent).product();
-            rounded(random(count, seed).iter().map(|x| x * 2.0).collect(), format)
+            held(dims.iter().map(|(_, extent)| extent).product(), seed, 2.0, format)
         });
-        let on_host = [0, 1, 2, 3].map(|at| tensor(&dims[at], &numbers[at]));
-        let operands: Vec<_> = on_host.iter().collect();
-        let context = operator(&Op::FlashAttention { scale, alibi }, &operands[..3], &dims[3], place).to_numbers();
+        let values = [0, 1, 2, 3].map(|at| Value::new(&dims[at], &numbers[at]));
+        let operands: Vec<_> = values.iter().collect();
+        let of = |op: &Op, operands: &[&Value], dims: &Dims| checks.reference.apply(op, operands, dims, place);
+        let context = of(&Op::FlashAttention { scale, alibi }, &operands[..3], &dims[3]);
         let parts = [AttentionOperand::Query, AttentionOperand::Keys, AttentionOperand::Values];
-        let mut of = 0..3;
-        let gradients = parts.map(|part| {
-            let op = Op::FlashAttentionGradient { of: part, scale, alibi };
-            operator(&op, &operands, &dims[of.next().expect("three parts")], place).to_numbers()
+        let gradients = [0, 1, 2].map(|at| {
+            let op = Op::FlashAttentionGradient { of: parts[at], scale, alibi };
+            of(&op, &operands, &dims[at])
         });
 
         let core = Attention { sequences, positions, heads, queries, head_width, value_width, scale };
@@ -71,18 +70,18 @@ fn attention_and_its_gradients() {
             (Sequence, 2),
             (KeySequence, 2),
         ];
-        let slopes = queue.numbers(&slopes(&score_dims, place, alibi));
+        let slopes = queue.numbers(&slopes(checks.reference, &score_dims, place, alibi));
         let [query, keys, values, dcontext] = numbers.each_ref().map(|numbers| device.upload(numbers, format));
         let on_device = [&query, &keys, &values, &slopes];
-        let found = device.poisoned(context.len(), format);
+        let found = device.poisoned(context.numbers().len(), format);
         let logarithms = device.poisoned(sequences * heads * queries * positions, Element::Single);
         attention(&queue, &core, on_device, &found, &logarithms);
-        device.check(&name, &found, &context, 1e-5);
+        checks.compare(name.clone(), &found, context.numbers(), 1e-5);
         let found_gradients = [&query, &keys, &values].map(|operand| device.poisoned(operand.length, format));
         let results = [&found, &logarithms, &dcontext];
         attention_gradient(&queue, &core, on_device, results, found_gradients.each_ref());
         for ((found, expected), part) in found_gradients.iter().zip(&gradients).zip(parts) {
-            device.check(&format!("{name}, {part:?}"), found, expected, 1e-5);
+            checks.compare(format!("{name}, {part:?}"), found, expected.numbers(), 1e-5);
         }
     }
 }

@@ -1,0 +1,194 @@
+//! Rates of what is bound by arithmetic: matrix products of cubek, and attention.
+
+use cubecl::prelude::TensorBinding;
+use cubecl::zspace::{shape, strides};
+use cubek_matmul::definition::{MatmulElems, MatmulGlobalElems};
+use cubek_matmul::launch::launch_ref;
+use cubek_matmul::multi_level;
+use cubek_matmul::strategy::Strategy;
+use cubek_std::InputBinding;
+use kernels::attention::{Attention, attention, attention_gradient};
+use kernels::{Buffer, Element};
+use serde::Serialize;
+
+use super::bandwidth::Time;
+use super::checks::{Checks, held, name};
+use super::device::{Device, Driver};
+
+/// Something bound by arithmetic and its time.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Computed {
+    /// What computes.
+    pub kernel: String,
+    /// Its sizes: rows x depth x columns of a product; sequences x positions x heads x width of attention.
+    pub sizes: String,
+    /// Number format of its tensors.
+    pub format: &'static str,
+    /// Operations, as executed: of attention the causal half.
+    pub flops: f64,
+    /// Time of a call, or why there is none.
+    #[serde(flatten)]
+    pub time: Time,
+    /// Operations a second.
+    pub flops_per_second: Option<f64>,
+}
+
+impl Computed {
+    fn new(kernel: &str, sizes: String, element: Element, flops: f64, seconds: Result<f64, String>) -> Computed {
+        let flops_per_second = seconds.as_ref().ok().map(|seconds| flops / seconds);
+        Computed {
+            kernel: kernel.to_owned(),
+            sizes,
+            format: name(element),
+            flops,
+            time: seconds.into(),
+            flops_per_second,
+        }
+    }
+}
+
+/// Rows, depth and columns of a product `[rows, depth] · [depth, columns]`.
+type Shape = [usize; 3];
+
+/// A large product and those of GPT-2 1.5B with 8 sequences; the rest for a full check.
+const ON_GPU: [Shape; 6] = [
+    [8192, 8192, 8192],
+    [8192, 1600, 4800],
+    [8192, 1600, 6400],
+    [8192, 4096, 4096],
+    [16_384, 12_288, 12_288],
+    [8192, 1600, 50_304],
+];
+const IN_SHORT: usize = 3;
+const ON_CORES: [Shape; 1] = [[256, 256, 256]];
+/// Where numbers are compared: no multiples of any tile.
+const ODD: [Shape; 3] = [[1, 1, 1], [33, 65, 17], [130, 96, 200]];
+
+/// Ways to multiply that cubek offers, by their name here.
+fn strategies(device: &Device) -> Vec<(&'static str, Strategy)> {
+    let automatic = ("cubek", Strategy::Auto);
+    match device.driver {
+        Driver::Wgpu => vec![automatic],
+        Driver::Cuda => vec![
+            automatic,
+            ("cubek, mma", multi_level::Strategy::SimpleCyclicMma(Default::default()).into()),
+            ("cubek, double buffering", multi_level::Strategy::DoubleCyclicCmma(Default::default()).into()),
+            ("cubek, double buffering, mma", multi_level::Strategy::DoubleCyclicMma(Default::default()).into()),
+            ("cubek, specialised", multi_level::Strategy::SpecializedCyclicCmma(Default::default()).into()),
+            ("cubek, specialised, mma", multi_level::Strategy::SpecializedCyclicMma(Default::default()).into()),
+        ],
+    }
+}
+
+/// c = a · b.
+fn multiply(
+    device: &Device,
+    strategy: &Strategy,
+    [rows, depth, columns]: Shape,
+    of: [&Buffer; 3],
+) -> Result<(), String> {
+    // SAFETY: the buffers are as long as their shapes say.
+    #[allow(unsafe_code)]
+    let binding = |buffer: &Buffer, high: usize, wide: usize| unsafe {
+        assert_eq!(buffer.length, high * wide, "a matrix has its rows and columns");
+        TensorBinding::from_raw_parts(buffer.handle.clone(), strides![wide, 1], shape![high, wide])
+    };
+    let [a, b, c] = of;
+    let kind = a.element.kind();
+    let mut elements = MatmulElems::from_globals(&MatmulGlobalElems { lhs: kind, rhs: kind, out: kind });
+    let [left, right] = [binding(a, rows, depth), binding(b, depth, columns)].map(|it| InputBinding::new(it, kind));
+    launch_ref(strategy, device.client(), left, right, binding(c, rows, columns), &mut elements)
+        .map_err(|error| format!("cubek refuses: {error:?}"))
+}
+
+/// Numbers of products of odd sizes against sums in fp64.
+pub fn products_of_odd_sizes(checks: &mut Checks) {
+    let device = checks.device;
+    for ([rows, depth, columns], format) in device.in_each_format(ODD) {
+        let [a, b] = [held(rows * depth, 1, 1.0, format), held(depth * columns, 2, 1.0, format)];
+        let at = |place: usize| -> f64 {
+            let (row, column) = (place / columns, place % columns);
+            (0..depth).map(|k| f64::from(a[row * depth + k]) * f64::from(b[k * columns + column])).sum()
+        };
+        let expected: Vec<f64> = (0..rows * columns).map(at).collect();
+        let [a, b] = [&a, &b].map(|numbers| device.upload(numbers, format));
+        for (name, strategy) in strategies(device) {
+            let c = device.poisoned(rows * columns, format);
+            // What cannot multiply such shapes says so, and is no error; what computes must be right.
+            if multiply(device, &strategy, [rows, depth, columns], [&a, &b, &c]).is_ok() {
+                checks.compare(format!("{name} {rows} x {depth} x {columns}"), &c, &expected, 1e-5);
+            }
+        }
+    }
+}
+
+/// Rates of matrix products.
+pub fn measure_products(device: &Device, full: bool) -> Vec<Computed> {
+    let shapes: &[Shape] = match device.driver {
+        Driver::Cuda if full => &ON_GPU,
+        Driver::Cuda => &ON_GPU[..IN_SHORT],
+        Driver::Wgpu => &ON_CORES,
+    };
+    let mut found = Vec::new();
+    for (element, shape) in device.formats().into_iter().flat_map(|element| shapes.iter().map(move |it| (element, *it)))
+    {
+        let [rows, depth, columns] = shape;
+        let [a, b, c] = [rows * depth, depth * columns, rows * columns].map(|length| filled(device, length, element));
+        for (kernel, strategy) in strategies(device) {
+            let send = || multiply(device, &strategy, shape, [&a, &b, &c]);
+            // What is accepted once is so again.
+            let seconds = send().and_then(|()| {
+                device.seconds(&[&c], &|| {
+                    send().ok();
+                })
+            });
+            let flops = 2.0 * rows as f64 * depth as f64 * columns as f64;
+            found.push(Computed::new(kernel, format!("{rows} x {depth} x {columns}"), element, flops, seconds));
+        }
+    }
+    found
+}
+
+/// Memory with random numbers, repeated where it is long: a card draws less power, and runs faster, on numbers that
+/// are all alike.
+fn filled(device: &Device, length: usize, element: Element) -> Buffer {
+    let numbers = held(length.min(1 << 20), 1, 1.0, element);
+    device.upload(&numbers.repeat(length.div_ceil(numbers.len()))[..length], element)
+}
+
+/// Rates of the attention core, forward and backward.
+pub fn measure_attention(device: &Device, full: bool) -> Vec<Computed> {
+    let (shapes, width): (&[[usize; 3]], usize) = match device.driver {
+        Driver::Cuda if full => (&[[4, 2048, 32], [1, 8192, 32], [8, 1024, 25]], 64),
+        Driver::Cuda => (&[[8, 1024, 25]], 64),
+        Driver::Wgpu => (&[[1, 128, 2]], 64),
+    };
+    let mut found = Vec::new();
+    for (element, [sequences, positions, heads]) in
+        device.formats().into_iter().flat_map(|element| shapes.iter().map(move |it| (element, *it)))
+    {
+        let scale = 1.0 / (width as f64).sqrt();
+        let core = Attention { sequences, positions, heads, queries: 1, head_width: width, value_width: width, scale };
+        let length = sequences * positions * heads * width;
+        let [query, keys, values, dcontext, context, dquery, dkeys, dvalues] =
+            [(); 8].map(|()| filled(device, length, element));
+        let queue = device.queue();
+        let slopes = queue.numbers(&vec![0.0; heads]);
+        let logarithms = device.upload(&vec![0.0; sequences * positions * heads], Element::Single);
+        let operands = [&query, &keys, &values, &slopes];
+        // Two products forward and five backward, over the causal half of the scores.
+        let seen = (sequences * heads * positions * (positions + 1) / 2) as f64;
+        let product = 2.0 * seen * width as f64;
+        let sizes = format!("{sequences} x {positions} x {heads} x {width}");
+        let mut take = |kernel: &str, products: f64, results: &[&Buffer], send: &dyn Fn()| {
+            let seconds = device.seconds(results, send);
+            found.push(Computed::new(kernel, sizes.clone(), element, products * product, seconds));
+        };
+        take("attention", 2.0, &[&context], &|| attention(&queue, &core, operands, &context, &logarithms));
+        take("attention_gradient", 5.0, &[&dquery, &dkeys, &dvalues], &|| {
+            let results = [&context, &logarithms, &dcontext];
+            attention_gradient(&queue, &core, operands, results, [&dquery, &dkeys, &dvalues]);
+        });
+    }
+    found
+}
