@@ -1,5 +1,8 @@
 //! Every operator on odd shapes, in both number formats, against the interpreter in fp64.
 
+#[cfg(feature = "wgpu")]
+#[path = "operators/device.rs"]
+mod device;
 #[path = "support/random.rs"]
 mod random;
 
@@ -110,6 +113,8 @@ fn check(case: &Case, format: Format) {
     let operands: Vec<Tensor> =
         case.operands.iter().enumerate().map(|(at, operand)| operand.tensor(&memory, format, at as u64 + 7)).collect();
     let result = ResultShape { memory: &memory, dims: &case.result, format, place: case.place };
+    #[cfg(feature = "wgpu")]
+    device::check(case, &operands, format);
     let before: Vec<Vec<f32>> = operands.iter().map(Tensor::to_numbers).collect();
     let found = apply(&case.op, operands.iter().map(Operand::Borrowed).collect(), &result);
     assert_eq!((&found.dims, found.format()), (&case.result, format), "{}", case.name);

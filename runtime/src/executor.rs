@@ -12,15 +12,17 @@ mod logits;
 mod parameters;
 mod pass;
 mod steps;
+mod sums;
 mod update;
 mod work;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use ir::error::Problem;
 use ir::mesh::Rank;
 use ir::plan::Plan;
-use ir::program::{Direction, Parameter, ParameterRef, Program, StageInstruction};
+use ir::program::{Direction, Parameter, ParameterRef, Program};
 use ir::schedule::{Pass, unroll};
 use ir::sharding::tensor_split;
 use ir::verify::stage_chain;
@@ -28,7 +30,7 @@ use ir::verify::stage_chain;
 use crate::Error;
 use crate::communicator::{Pending, World};
 use crate::place::RankPlace;
-use crate::tensor::{Memory, Tensor, Values, ValuesMut};
+use crate::tensor::{Memory, StepKind, Tensor, Values, ValuesMut};
 use crate::train::Dropout;
 
 use clock::Clock;
@@ -37,6 +39,7 @@ use links::Links;
 use parameters::{Parameters, make_parameters};
 use pass::Frame;
 use steps::{RankBody, resolve};
+use sums::Sum;
 
 pub use clock::{Account, Phase, Times, Work};
 pub use logits::Logits;
@@ -56,15 +59,6 @@ pub struct MicroBatches {
     pub targets: Vec<Vec<u32>>,
     /// 0, 1, 2, …
     pub positions: Vec<u32>,
-}
-
-/// How long the values live that forward passes leave for backward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kept {
-    /// As in training.
-    UntilBackward,
-    /// They end with their pass.
-    Never,
 }
 
 /// One rank with its parameters and optimizer state.
@@ -87,7 +81,7 @@ pub struct Executor<'a> {
     /// Sums of gradients over replicas that have started.
     reductions: BTreeMap<ParameterRef, Pending<Singles>>,
     /// Sum of the losses of this rank's micro-batches.
-    loss: f64,
+    loss: Sum,
     /// One over the tokens of the step's global batch.
     seed: f64,
     /// What passes drop, and the seed of it; nothing in evaluations.
@@ -98,8 +92,8 @@ pub struct Executor<'a> {
 }
 
 impl<'a> Executor<'a> {
-    /// Prepares a rank. `plan` must be verified and hold a program; `decays` says whether weight decay applies to a
-    /// parameter, `fill` where its numbers come from.
+    /// Prepares a rank that computes on the host's processor cores. `plan` must be verified and hold a program;
+    /// `decays` says whether weight decay applies to a parameter, `fill` where its numbers come from.
     ///
     /// # Errors
     /// Those of `fill`.
@@ -110,11 +104,25 @@ impl<'a> Executor<'a> {
         decays: &dyn Fn(&str, &Parameter) -> bool,
         fill: &mut Fill,
     ) -> Result<Executor<'a>, Error> {
+        Executor::in_memory(Memory::default(), plan, program, world, decays, fill)
+    }
+
+    /// Prepares a rank that computes where its memory is: [`Executor::new`] otherwise.
+    ///
+    /// # Errors
+    /// Those of `fill`.
+    pub fn in_memory(
+        memory: Memory,
+        plan: &'a Plan,
+        program: &'a Program,
+        world: &'a World,
+        decays: &dyn Fn(&str, &Parameter) -> bool,
+        fill: &mut Fill,
+    ) -> Result<Executor<'a>, Error> {
         let strategy = &plan.strategy;
         let split = tensor_split(&plan.model, strategy.tensor_parallel, strategy.sequence_parallel)
             .expect("the verifier checks the split");
         let place = RankPlace::of(plan, split, Rank(world.rank().0));
-        let memory = Memory::default();
         let parameters = make_parameters(plan, program, &place, &memory, decays, fill)?;
         let bodies = program.bodies.iter().map(|body| Arc::new(resolve(plan, split, body, &place))).collect();
         Ok(Executor {
@@ -130,7 +138,7 @@ impl<'a> Executor<'a> {
             streams: BTreeMap::new(),
             frames: BTreeMap::new(),
             reductions: BTreeMap::new(),
-            loss: 0.0,
+            loss: Sum::default(),
             seed: 0.0,
             dropout: None,
             clock: Clock::start(),
@@ -141,12 +149,16 @@ impl<'a> Executor<'a> {
     /// Runs a training step with its update, unless loss or norm are no numbers.
     ///
     /// # Errors
-    /// A lost rank or link; `Error::Numerical` before the update if the loss or the norm is no number.
+    /// A lost rank or link; `Error::Numerical` before the update if the loss or the norm is no number; a device that
+    /// failed, or is to drop attention weights, for which there is no kernel.
     pub fn step(&mut self, input: &MicroBatches, options: &StepOptions) -> Result<Updated, Error> {
-        let program = self.program;
+        if options.dropout.attention > 0.0 && self.memory.is_on_device() {
+            let what = "attention weights cannot be dropped on a device";
+            return Err(Problem::new(what, "dropout.attention", "set it to 0, or run on processor cores").into());
+        }
         self.clock = Clock::start();
         self.dropout = Some((options.dropout, options.seed));
-        self.run(&program.stages[self.place.stage].schedule, input, Kept::UntilBackward)?;
+        self.run(input, StepKind::Training)?;
         self.update(input, options)
     }
 
@@ -158,41 +170,60 @@ impl<'a> Executor<'a> {
     /// Runs the forward passes only; the mean loss, on every rank.
     ///
     /// # Errors
-    /// A lost rank or link.
+    /// A lost rank or link; a device that failed.
     pub fn evaluate(&mut self, input: &MicroBatches) -> Result<f64, Error> {
-        let program = self.program;
         self.dropout = None;
-        self.run(&program.stages[self.place.stage].evaluation, input, Kept::Never)?;
+        self.run(input, StepKind::Evaluation)?;
         self.mean_loss(input)
     }
 
-    fn run(&mut self, schedule: &[StageInstruction], input: &MicroBatches, kept: Kept) -> Result<(), Error> {
-        self.start(schedule, input).into_iter().try_for_each(|pass| self.run_pass(pass, input, kept))
-    }
-
-    /// Prepares a batch; gives the passes of a schedule.
-    fn start(&mut self, schedule: &[StageInstruction], input: &MicroBatches) -> Vec<Pass> {
-        self.loss = 0.0;
-        self.seed = 1.0 / self.tokens_of(input) as f64;
+    /// Runs the passes of a step; gives the logits if it is for them.
+    fn run(&mut self, input: &MicroBatches, kind: StepKind) -> Result<Vec<Logits>, Error> {
+        let stage = &self.program.stages[self.place.stage];
+        let schedule = match kind {
+            StepKind::Training => &stage.schedule,
+            StepKind::Evaluation | StepKind::Logits => &stage.evaluation,
+        };
         let passes = unroll(schedule, input.tokens.len() as u64, MOST_PASSES).expect("the verifier unrolls schedules");
+        self.seed = 1.0 / self.tokens_of(input) as f64;
+        if !self.memory.enter(kind, input.tokens.len()) {
+            self.run_passes(&passes, input, kind)?;
+            self.parameters.values_mut().for_each(|held| held.accumulated = false);
+            self.memory.lay_out(kind, input.tokens.len());
+            self.memory.enter(kind, input.tokens.len());
+            self.clock = Clock::start();
+        }
+        self.loss = Sum::default();
         self.clock.charge(Account::Step);
-        passes
+        let logits = self.run_passes(&passes, input, kind);
+        self.memory.leave();
+        logits
     }
 
-    fn run_pass(&mut self, pass: Pass, input: &MicroBatches, kept: Kept) -> Result<(), Error> {
+    fn run_passes(&mut self, passes: &[Pass], input: &MicroBatches, kind: StepKind) -> Result<Vec<Logits>, Error> {
+        let logits = passes.iter().filter_map(|pass| self.run_pass(*pass, input, kind).transpose());
+        logits.collect()
+    }
+
+    fn run_pass(&mut self, pass: Pass, input: &MicroBatches, kind: StepKind) -> Result<Option<Logits>, Error> {
         self.world.report(format_args!("{pass:?}"));
+        let mut logits = None;
         match pass {
             Pass::Receive(direction, batch) => self.receive(direction, batch)?,
             Pass::Send(direction, batch) => self.send(direction, batch)?,
+            Pass::Forward(body, layer, batch) if kind == StepKind::Logits && self.is_head(body) => {
+                let found = self.logits_of((body, layer, batch), input)?;
+                logits = Some(found).filter(|_| !self.memory.is_tracing());
+            }
             Pass::Forward(body, layer, batch) => {
                 let frame = self.forward(body, layer, batch, input)?;
-                if kept == Kept::UntilBackward {
+                if kind == StepKind::Training {
                     self.frames.insert((body, layer, batch), frame);
                 }
             }
             Pass::Backward(body, layer, batch) => self.backward(body, layer, batch, input)?,
             Pass::StartReduction(body, layer, parameters, conversion) => {
-                self.start_reduction(body, layer, parameters, conversion);
+                self.start_reduction(body, layer, parameters, conversion)?;
             }
         }
         self.clock.charge(match pass {
@@ -200,7 +231,11 @@ impl<'a> Executor<'a> {
             Pass::Forward(..) | Pass::Backward(..) => Account::MicroBatch,
             Pass::StartReduction(..) => Account::Data,
         });
-        Ok(())
+        Ok(logits)
+    }
+
+    fn is_head(&self, body: u32) -> bool {
+        body as usize + 1 == self.program.bodies.len()
     }
 
     /// Tokens of a step over all replicas.
@@ -217,7 +252,10 @@ impl<'a> Executor<'a> {
             Direction::Gradient => self.links.previous,
         };
         let to = to.expect("the verifier checks neighbours");
-        match tensor.values() {
+        if self.memory.is_tracing() {
+            return Ok(());
+        }
+        match tensor.on_host(&self.memory.of_host())?.values() {
             Values::Brain(values) => self.world.send(to, direction, values.to_vec())?,
             Values::Single(values) => self.world.send(to, direction, values.to_vec())?,
             Values::Index(_) => unreachable!("activations are no ids"),
@@ -236,13 +274,18 @@ impl<'a> Executor<'a> {
             Direction::Gradient => body.output_gradient,
         };
         let value = &body.values[value.expect("streams enter where blocks have neighbours")];
-        let mut tensor = Tensor::stale(&self.memory, &value.dims, value.format);
+        if self.memory.is_tracing() {
+            let tensor = Tensor::stale(&self.memory, &value.dims, value.format);
+            self.streams.insert((direction, batch), tensor);
+            return Ok(());
+        }
+        let mut tensor = Tensor::stale(&self.memory.of_host(), &value.dims, value.format);
         match tensor.values_mut() {
             ValuesMut::Brain(values) => self.world.recv(from, direction, values)?,
             ValuesMut::Single(values) => self.world.recv(from, direction, values)?,
             ValuesMut::Index(_) => unreachable!("activations are no ids"),
         }
-        self.streams.insert((direction, batch), tensor);
+        self.streams.insert((direction, batch), tensor.into_memory(&self.memory));
         Ok(())
     }
 

@@ -41,7 +41,7 @@ pub fn export_weights(plan: &Plan, executor: &Executor, world: &World, directory
     let link = links[me.0 as usize].as_ref().expect("made above");
     for name in export_order(&plan.model)? {
         for share in shares(plan, program, &name).iter().filter(|share| share.rank == me) {
-            link.start_send(0, own_numbers(executor, &name, share)).wait()?;
+            link.start_send(0, own_numbers(executor, &name, share)?).wait()?;
         }
     }
     Ok(())
@@ -59,7 +59,7 @@ fn whole(
     let mut numbers = vec![0.0; size as usize];
     for share in shares(plan, program, name) {
         let part = match &links[share.rank.0 as usize] {
-            None => own_numbers(executor, name, &share),
+            None => own_numbers(executor, name, &share)?,
             Some(link) => {
                 let mut part = vec![0.0f32; (share.range.end - share.range.start) as usize];
                 link.recv(1, &mut part)?;
@@ -119,7 +119,7 @@ fn find<'p>(program: &'p Program, plan: &Plan, name: &str) -> Option<(ParameterR
 }
 
 /// This rank's share; master weights where it has them would differ between replicas, so the weights are given.
-fn own_numbers(executor: &Executor, name: &str, share: &Share) -> Vec<f32> {
+fn own_numbers(executor: &Executor, name: &str, share: &Share) -> Result<Vec<f32>, Error> {
     let held = executor.parameters.values().find(|held| held.name == name && held.region == share.region);
-    held.expect("a rank shares what it holds").weight.to_numbers()
+    held.expect("a rank shares what it holds").weight.numbers()
 }

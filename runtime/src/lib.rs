@@ -14,6 +14,8 @@
 pub mod cards;
 pub mod communicator;
 pub mod data;
+#[cfg(feature = "kernels")]
+pub mod device;
 pub mod executor;
 pub mod gather;
 #[cfg(feature = "kernels")]
@@ -51,6 +53,8 @@ pub enum Error {
     Lost(communicator::Loss),
     /// Loss or gradient norm are no numbers.
     Numerical(Problem),
+    /// A device failed.
+    Device(Problem),
 }
 
 impl Error {
@@ -59,7 +63,7 @@ impl Error {
         match self {
             Error::BadInput(_) => 2,
             Error::Verification(_) => 3,
-            Error::Lost(_) => 4,
+            Error::Lost(_) | Error::Device(_) => 4,
             Error::Numerical(_) => 5,
         }
     }
@@ -73,7 +77,7 @@ impl std::fmt::Display for Error {
                 f.write_str(texts.join("\n").trim_end())
             }
             Error::Lost(loss) => write!(f, "error: {loss}"),
-            Error::Numerical(problem) => f.write_str(problem.to_string().trim_end()),
+            Error::Numerical(problem) | Error::Device(problem) => f.write_str(problem.to_string().trim_end()),
         }
     }
 }

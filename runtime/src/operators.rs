@@ -7,7 +7,7 @@
 mod accumulate;
 mod activation;
 mod attention;
-mod contraction;
+pub(crate) mod contraction;
 mod dropout;
 mod elementwise;
 mod exponential;
@@ -29,6 +29,10 @@ use crate::tensor::{Dims, Format, Memory, Tensor, ValuesMut, size_of};
 pub use accumulate::{Accumulation, accumulate, accumulate_contraction, accumulate_lookup};
 pub use attention::{AttentionGradients, attention_gradients};
 pub use dropout::Dropping;
+#[cfg(feature = "kernels")]
+pub(crate) use dropout::Mask;
+#[cfg(feature = "kernels")]
+pub(crate) use rotary::turns;
 
 /// An operand of an operator.
 #[derive(Debug)]
@@ -77,6 +81,10 @@ pub struct Place {
 /// # Panics
 /// On operands whose dims do not fit the operator: the verifier of plans excludes them.
 pub fn apply(op: &Op, operands: Vec<Operand>, result: &ResultShape) -> Tensor {
+    #[cfg(feature = "kernels")]
+    if let Some(device) = result.memory.device() {
+        return crate::device::apply(device, op, operands, result);
+    }
     let mut operands = operands.into_iter();
     let mut next = || operands.next().expect("the verifier counts operands");
     match op {
@@ -178,7 +186,7 @@ impl Operand<'_> {
     ///
     /// # Errors
     /// The operand as it was.
-    fn reusable(mut self, result: &ResultShape) -> Result<Tensor, Self> {
+    pub(crate) fn reusable(mut self, result: &ResultShape) -> Result<Tensor, Self> {
         match (self.is_reusable(result), self) {
             (true, Operand::Owned(tensor)) => Ok(tensor.renamed(result.dims)),
             (_, other) => Err(other),

@@ -23,6 +23,7 @@ use crate::launch::Launch;
 use crate::log::{Log, StepRecord, measured_mfu, opening_line, progress_line};
 use crate::measure::{Circumstances, Steps, comparison, measure_profile};
 use crate::random::Region;
+use crate::tensor::Memory;
 use crate::train::{
     Progress, TrainConfig, check_against, has_weight_decay, learning_rate, micro_batches_at, read_train,
 };
@@ -57,6 +58,8 @@ pub struct Request {
     pub timeout: Duration,
     /// How they reach one another.
     pub transport: Transport,
+    /// Where a rank keeps its tensors, and so what computes: the host's processor cores, or a device of its own.
+    pub memory: Memory,
 }
 
 /// Where tokens come from.
@@ -149,7 +152,7 @@ impl<'a> Run<'a> {
         let program = plan.program.as_ref().expect("the caller checked that the plan is executable");
         let first = world.rank().0 == 0;
         let log = request.log.as_deref().filter(|_| first).map(|path| Log::create(path, request.force)).transpose()?;
-        let executor = start_executor(plan, program, prepared, world)?;
+        let executor = start_executor(plan, program, request, prepared, world)?;
         let all: Vec<Rank> = (0..world.size()).map(Rank).collect();
         let all = (all.len() > 1).then(|| world.group(&all));
         let progress = Progress::default();
@@ -308,6 +311,7 @@ impl<'a> Run<'a> {
 fn start_executor<'a>(
     plan: &'a Plan,
     program: &'a Program,
+    request: &Request,
     prepared: &Prepared,
     world: &'a World,
 ) -> Result<Executor<'a>, Error> {
@@ -331,7 +335,7 @@ fn start_executor<'a>(
             }
             Ok(())
         };
-    Executor::new(plan, program, world, &decays, &mut fill)
+    Executor::in_memory(request.memory.clone(), plan, program, world, &decays, &mut fill)
 }
 
 fn dim_ranges(parameter: &Parameter, region: &Region) -> Vec<DimRange> {

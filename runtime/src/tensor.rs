@@ -4,6 +4,7 @@
 //! holds it, so that a parameter is loaded and a value renamed without a copy.
 
 mod memory;
+mod staging;
 mod values;
 
 use std::sync::Arc;
@@ -12,10 +13,11 @@ use ir::graph::DimName;
 
 pub use burn::tensor::bf16;
 pub use memory::Memory;
+pub use staging::StepKind;
 pub use values::{Values, ValuesMut};
 pub(crate) use values::{rounded, widened};
 
-use memory::Buffer;
+use memory::Storage;
 
 /// Names and local extents of dims, outermost first.
 pub type Dims = [(DimName, usize)];
@@ -36,7 +38,7 @@ pub enum Format {
 pub struct Tensor {
     /// Dims, outermost first.
     pub dims: Vec<(DimName, usize)>,
-    buffer: Arc<Buffer>,
+    storage: Arc<Storage>,
 }
 
 impl Format {
@@ -52,12 +54,17 @@ impl Format {
 impl Tensor {
     /// A tensor whose elements are those of whatever held the memory before.
     pub fn stale(memory: &Memory, dims: &Dims, format: Format) -> Tensor {
-        Tensor { dims: dims.to_vec(), buffer: Arc::new(memory.allocate(size_of(dims), format)) }
+        Tensor { dims: dims.to_vec(), storage: Arc::new(memory.allocate(size_of(dims), format)) }
     }
 
     /// Zeros.
     pub fn zeros(memory: &Memory, dims: &Dims, format: Format) -> Tensor {
         let mut tensor = Tensor::stale(memory, dims, format);
+        #[cfg(feature = "kernels")]
+        if tensor.is_on_device() {
+            tensor.clear();
+            return tensor;
+        }
         match tensor.values_mut() {
             ValuesMut::Single(values) => values.fill(0.0),
             ValuesMut::Brain(values) => values.fill(bf16::ZERO),
@@ -91,6 +98,11 @@ impl Tensor {
     /// If there are not as many ids as the dims say.
     pub fn from_ids(memory: &Memory, dims: &Dims, ids: &[u32]) -> Tensor {
         let mut tensor = Tensor::stale(memory, dims, Format::Index);
+        #[cfg(feature = "kernels")]
+        if tensor.is_on_device() {
+            tensor.write(bytemuck::cast_slice(ids).to_vec());
+            return tensor;
+        }
         if let ValuesMut::Index(values) = tensor.values_mut() {
             values.copy_from_slice(ids);
         }
@@ -115,12 +127,20 @@ impl Tensor {
 
     /// Number format.
     pub fn format(&self) -> Format {
-        self.buffer.format()
+        match &*self.storage {
+            Storage::Host(buffer) => buffer.format(),
+            #[cfg(feature = "kernels")]
+            Storage::Device(placed) => placed.format,
+        }
     }
 
     /// Number of elements.
     pub fn len(&self) -> usize {
-        self.buffer.len()
+        match &*self.storage {
+            Storage::Host(buffer) => buffer.len(),
+            #[cfg(feature = "kernels")]
+            Storage::Device(placed) => placed.len,
+        }
     }
 
     /// Whether there are no elements.
@@ -135,20 +155,31 @@ impl Tensor {
 
     /// Whether no other tensor shares the storage.
     pub fn is_unshared(&mut self) -> bool {
-        Arc::get_mut(&mut self.buffer).is_some()
+        Arc::get_mut(&mut self.storage).is_some()
     }
 
     /// The elements.
+    ///
+    /// # Panics
+    /// If they are in a device's memory.
     pub fn values(&self) -> Values<'_> {
-        self.buffer.values()
+        match &*self.storage {
+            Storage::Host(buffer) => buffer.values(),
+            #[cfg(feature = "kernels")]
+            Storage::Device(_) => unreachable!("what the host reads is copied to it first"),
+        }
     }
 
     /// The elements, to be written.
     ///
     /// # Panics
-    /// If another tensor shares the storage.
+    /// If another tensor shares the storage, or it is in a device's memory.
     pub fn values_mut(&mut self) -> ValuesMut<'_> {
-        Arc::get_mut(&mut self.buffer).expect("only unshared storage is written").values_mut()
+        match Arc::get_mut(&mut self.storage).expect("only unshared storage is written") {
+            Storage::Host(buffer) => buffer.values_mut(),
+            #[cfg(feature = "kernels")]
+            Storage::Device(_) => unreachable!("what the host writes is copied to the device afterwards"),
+        }
     }
 
     /// The elements of a tensor in fp32.

@@ -14,7 +14,7 @@ use ir::sharding::tensor_split;
 use ir::traffic::{Collective, Link, step_traffic};
 use runtime::communicator::{Options, Traffic, World, run_ranks};
 use runtime::executor::{Executor, Held, MicroBatches, StepOptions};
-use runtime::tensor::Tensor;
+use runtime::tensor::{Memory, Tensor};
 use runtime::train::Dropout;
 
 /// Steps with a clipped norm, which drop nothing.
@@ -75,34 +75,40 @@ impl Run {
     }
 }
 
-/// Executes a plan, one thread a rank.
+/// Executes a plan on processor cores, one thread a rank.
 pub fn execute(plan: &Plan, run: &Run) -> Vec<RankRun> {
+    execute_in(Memory::default, plan, run)
+}
+
+/// Executes a plan where the ranks' memory is, one thread a rank.
+pub fn execute_in(memory: impl Fn() -> Memory + Sync, plan: &Plan, run: &Run) -> Vec<RankRun> {
     let ranks = plan.strategy.world_size();
     let results = run_ranks(ranks, 1, Options::default(), |world| {
         let world = world.expect("ranks find one another");
-        let result = run_rank(plan, run, &world);
+        let result = run_rank(memory(), plan, run, &world);
         world.finish().expect("all ranks end");
         result
     });
     results.expect("a port is free").into_iter().map(|result| result.expect("no rank panics")).collect()
 }
 
-fn run_rank(plan: &Plan, run: &Run, world: &World) -> RankRun {
+fn run_rank(memory: Memory, plan: &Plan, run: &Run, world: &World) -> RankRun {
     let program = plan.program.as_ref().expect("the plan is executable");
     let decays = |name: &str, _: &Parameter| (run.decays)(name);
-    let mut executor = Executor::new(plan, program, world, &decays, &mut |name, _, region, range, out| {
-        let given = &run.weights[name];
-        let mut at = 0;
-        region.for_each_run(range, |start, length| {
-            for index in start..start + length {
-                // Rows that padding adds come last and start as zeros.
-                out[at] = given.get(index as usize).copied().unwrap_or(0.0) as f32;
-                at += 1;
-            }
-        });
-        Ok(())
-    })
-    .expect("the parameters are there");
+    let mut executor =
+        Executor::in_memory(memory, plan, program, world, &decays, &mut |name, _, region, range, out| {
+            let given = &run.weights[name];
+            let mut at = 0;
+            region.for_each_run(range, |start, length| {
+                for index in start..start + length {
+                    // Rows that padding adds come last and start as zeros.
+                    out[at] = given.get(index as usize).copied().unwrap_or(0.0) as f32;
+                    at += 1;
+                }
+            });
+            Ok(())
+        })
+        .expect("the parameters are there");
     let evaluation = executor.evaluate(&of_replica(plan, &executor, &run.batches[0])).expect("the evaluation runs");
     let logits = first_logits(plan, &mut executor, &run.batches[0]);
     // Logits of a whole batch are more than a step ever holds.
@@ -145,7 +151,7 @@ fn first_logits(plan: &Plan, executor: &mut Executor, batch: &Batch) -> Vec<(usi
 fn parts(executor: &Executor, choose: impl Fn(&Held) -> (Tensor, Range<usize>)) -> Parts {
     let of = |held: &Held| {
         let (tensor, range) = choose(held);
-        let numbers = tensor.to_numbers();
+        let numbers = tensor.numbers().expect("the device works");
         let numbers = if numbers.len() == range.len() { &numbers[..] } else { &numbers[range.clone()] };
         let (mut runs, mut at) = (Vec::new(), 0);
         held.region.for_each_run(range.start as u64..range.end as u64, |start, length| {

@@ -121,7 +121,7 @@ pub fn swiglu(queue: &Queue, [gate, up]: [&Buffer; 2], y: &Buffer) {
         width,
         gate.argument(width),
         up.argument(width),
-        y.argument(width),
+        y.result(width, &[gate, up]),
         element.kind()
     );
 }
@@ -185,19 +185,19 @@ fn swiglu_gradient_kernel<F: Float, N: Size>(
 }
 
 #[cube]
-fn sigmoid<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
+pub(crate) fn sigmoid<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
     Vector::new(1.0) / (Vector::new(1.0) + (-x).exp())
 }
 
 /// Tanh form of GeLU (arXiv 1606.08415, section 2) as x · sigmoid(2u), u = √(2/π)(x + 0.044715 x³).
 #[cube]
-fn gelu<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
+pub(crate) fn gelu<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
     x * sigmoid::<N>(Vector::new(2.0 * ROOT) * (x + Vector::new(CUBE) * x * x * x))
 }
 
 /// Derivative of [`gelu`]: s + 2 x s (1 − s) du/dx with s = sigmoid(2u).
 #[cube]
-fn gelu_slope<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
+pub(crate) fn gelu_slope<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
     let s = sigmoid::<N>(Vector::new(2.0 * ROOT) * (x + Vector::new(CUBE) * x * x * x));
     let turn = Vector::new(ROOT) * (Vector::new(1.0) + Vector::new(3.0 * CUBE) * x * x);
     s + Vector::new(2.0) * x * s * (Vector::new(1.0) - s) * turn

@@ -77,9 +77,12 @@ impl Attention {
         self.sequences * self.positions * self.heads * self.queries
     }
 
-    /// Elements that are read at once.
+    /// Elements that are read at once: at most half a row, because rows of one vector come out wrong where kernels run
+    /// as WGSL.
     fn width(&self, element: Element) -> usize {
-        element.width(self.head_width).min(element.width(self.value_width))
+        let width = element.width(self.head_width).min(element.width(self.value_width));
+        let narrowest = self.head_width.min(self.value_width);
+        if width == narrowest { (width / 2).max(1) } else { width }
     }
 
     /// The largest blocks whose tiles fit into shared memory: so many of each width, and of scores.

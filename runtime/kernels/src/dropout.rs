@@ -49,7 +49,7 @@ pub fn dropout(queue: &Queue, mask: &Mask, shape: [usize; 3], x: &Buffer, residu
         width,
         x.argument(width),
         residual.unwrap_or(x).argument(width),
-        y.argument(width),
+        y.result(width, &[x]),
         mask.key[0],
         mask.key[1],
         mask.counter_high[0],

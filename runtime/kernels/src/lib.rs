@@ -18,15 +18,20 @@ pub mod activation;
 pub mod attention;
 pub mod copy;
 pub mod dropout;
+pub mod elementwise;
 pub mod embedding;
 pub mod loss;
+pub mod mask;
 pub mod norm;
 pub mod optimizer;
+pub mod product;
 #[cfg(feature = "ptx")]
 pub mod ptx;
 mod queue;
+pub mod reduce;
 pub mod rotary;
 pub mod softmax;
+pub mod strided;
 mod sums;
 pub mod traffic;
 

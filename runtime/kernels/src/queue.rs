@@ -127,6 +127,21 @@ impl Buffer {
         self
     }
 
+    /// The buffer as the argument that follows `inputs`, of vectors of `width` elements: the memory of an input is
+    /// given as such, because compilers take different arguments for different memory.
+    pub(crate) fn result(&self, width: usize, inputs: &[&Buffer]) -> BufferArg {
+        match inputs.iter().position(|input| self.is_same(input)) {
+            Some(position) => BufferArg::alias(position, self.length / width),
+            None => self.argument(width),
+        }
+    }
+
+    /// Whether the other is the same memory.
+    fn is_same(&self, other: &Buffer) -> bool {
+        let key = |buffer: &Buffer| buffer.handle.clone().binding().claim_key();
+        key(self) == key(other)
+    }
+
     /// The buffer as an argument of vectors of `width` elements.
     pub(crate) fn argument(&self, width: usize) -> BufferArg {
         // SAFETY: the handle was made for `length` elements.

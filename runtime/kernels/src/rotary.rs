@@ -36,7 +36,12 @@ impl Turns {
             cosines.chain((0..half).map(move |pair| angle(position, pair).sin() as f32))
         };
         let numbers: Vec<f32> = (0..positions).flat_map(row).collect();
-        Turns { table: queue.numbers(&numbers), positions, head_width: 2 * half }
+        Turns::of(queue.numbers(&numbers), positions, head_width)
+    }
+
+    /// Angles from memory that holds for each position the cosines of its pairs' angles, then the sines.
+    pub fn of(table: Buffer, positions: usize, head_width: usize) -> Turns {
+        Turns { table, positions, head_width: head_width / 2 * 2 }
     }
 }
 
@@ -57,7 +62,7 @@ pub fn rotary(queue: &Queue, turns: &Turns, heads: Heads, x: &Buffer, y: &Buffer
         width,
         x.argument(width),
         turns.table.argument(width),
-        y.argument(width),
+        y.result(width, &[x]),
         turns.positions as u32,
         heads.between as u32,
         half / width,

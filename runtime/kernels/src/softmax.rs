@@ -31,13 +31,15 @@ struct Layout {
     held: usize,
     units: u32,
     planes: bool,
+    /// Whether a position sees the keys up to its own only.
+    masked: bool,
 }
 
 impl Scores {
-    fn layout(&self, queue: &Queue, width: usize) -> Layout {
+    fn layout(&self, queue: &Queue, width: usize, masked: bool) -> Layout {
         let columns = self.keys / width;
         let units = queue.units_for(columns.div_ceil((HELD / width).max(1)), MOST_UNITS);
-        Layout { columns, held: columns.div_ceil(units), units: units as u32, planes: queue.has_planes() }
+        Layout { columns, held: columns.div_ceil(units), units: units as u32, planes: queue.has_planes(), masked }
     }
 
     fn rows(&self, scores: &Buffer) -> u32 {
@@ -50,11 +52,23 @@ impl Scores {
 /// fp32 number for each head, zeros without linear biases (ALiBi, arXiv 2108.12409).
 ///
 /// Reads e bytes per score that is seen, writes e per score.
-pub fn masked_softmax(queue: &Queue, scores: &Scores, scale: f64, [x, slopes]: [&Buffer; 2], y: &Buffer) {
+pub fn masked_softmax(queue: &Queue, scores: &Scores, scale: f64, operands: [&Buffer; 2], y: &Buffer) {
+    send_softmax(queue, scores, scale, operands, y, true);
+}
+
+/// y = softmax(x) over all keys.
+///
+/// Moves 2e bytes per score.
+pub fn softmax(queue: &Queue, scores: &Scores, x: &Buffer, y: &Buffer) {
+    let slopes = queue.numbers(&vec![0.0; scores.heads]);
+    send_softmax(queue, scores, 1.0, [x, &slopes], y, false);
+}
+
+fn send_softmax(queue: &Queue, scores: &Scores, scale: f64, [x, slopes]: [&Buffer; 2], y: &Buffer, masked: bool) {
     let (element, width) = (x.element, x.element.width(scores.keys));
     y.expect(x.length, element);
     slopes.expect(scores.heads, Element::Single);
-    let (layout, rows) = (scores.layout(queue, width), scores.rows(x));
+    let (layout, rows) = (scores.layout(queue, width, masked), scores.rows(x));
     send!(
         queue,
         masked_softmax_kernel,
@@ -63,7 +77,7 @@ pub fn masked_softmax(queue: &Queue, scores: &Scores, scale: f64, [x, slopes]: [
         width,
         x.argument(width),
         slopes.argument(1),
-        y.argument(width),
+        y.result(width, &[x]),
         scale as f32,
         layout,
         element.kind()
@@ -87,9 +101,9 @@ fn masked_softmax_kernel<F: Float, N: Size>(
     for part in 0..layout.held {
         let column = UNIT_POS as usize + part * layout.units as usize;
         row[part] = Vector::new(f32::MIN);
-        if column < layout.columns && column * N::value() <= CUBE_POS_X as usize {
+        if column < layout.columns && column * N::value() <= last_key::<N>(layout) as usize {
             let scores = Vector::<f32, N>::cast_from(x[start + column]) * Vector::new(scale);
-            row[part] = seen::<N>(scores, column, slope, f32::MIN);
+            row[part] = seen::<N>(scores, column, slope, f32::MIN, layout);
             most = most.max(row[part]);
         }
     }
@@ -112,13 +126,20 @@ fn masked_softmax_kernel<F: Float, N: Size>(
 
 /// Numbers of the keys that the cube's position sees plus slope · key; `unseen` for the others.
 #[cube]
-fn seen<N: Size>(numbers: Vector<f32, N>, column: usize, slope: f32, #[comptime] unseen: f32) -> Vector<f32, N> {
+fn seen<N: Size>(
+    numbers: Vector<f32, N>,
+    column: usize,
+    slope: f32,
+    #[comptime] unseen: f32,
+    #[comptime] layout: Layout,
+) -> Vector<f32, N> {
+    let last = last_key::<N>(layout);
     let mut seen = numbers;
     #[unroll]
     for lane in 0..N::value() {
         let key = (column * N::value() + lane) as u32;
         let number = numbers.extract(lane) + slope * key as f32;
-        seen.insert(lane, select(key <= CUBE_POS_X, number, unseen));
+        seen.insert(lane, select(key <= last, number, unseen));
     }
     seen
 }
@@ -126,10 +147,21 @@ fn seen<N: Size>(numbers: Vector<f32, N>, column: usize, slope: f32, #[comptime]
 /// The gradient of [`masked_softmax`]'s scores from its result `y` and `dy`: scale · y · (dy − Σ y dy).
 ///
 /// Reads 2e bytes per score that is seen, writes e per score.
-pub fn masked_softmax_gradient(queue: &Queue, scores: &Scores, scale: f64, [y, dy]: [&Buffer; 2], dx: &Buffer) {
+pub fn masked_softmax_gradient(queue: &Queue, scores: &Scores, scale: f64, operands: [&Buffer; 2], dx: &Buffer) {
+    send_gradient(queue, scores, scale, operands, dx, true);
+}
+
+/// The gradient of [`softmax`]'s operand from its result `y` and `dy`: y · (dy − Σ y dy).
+///
+/// Moves 3e bytes per score.
+pub fn softmax_gradient(queue: &Queue, scores: &Scores, operands: [&Buffer; 2], dx: &Buffer) {
+    send_gradient(queue, scores, 1.0, operands, dx, false);
+}
+
+fn send_gradient(queue: &Queue, scores: &Scores, scale: f64, [y, dy]: [&Buffer; 2], dx: &Buffer, masked: bool) {
     let (element, width) = (y.element, y.element.width(scores.keys));
     expect_all([dy, dx], y.length, element);
-    let (layout, rows) = (scores.layout(queue, width), scores.rows(y));
+    let (layout, rows) = (scores.layout(queue, width, masked), scores.rows(y));
     send!(
         queue,
         masked_softmax_gradient_kernel,
@@ -138,7 +170,7 @@ pub fn masked_softmax_gradient(queue: &Queue, scores: &Scores, scale: f64, [y, d
         width,
         y.argument(width),
         dy.argument(width),
-        dx.argument(width),
+        dx.result(width, &[y, dy]),
         scale as f32,
         layout,
         element.kind()
@@ -163,9 +195,9 @@ fn masked_softmax_gradient_kernel<F: Float, N: Size>(
         let column = UNIT_POS as usize + part * layout.units as usize;
         row[part] = Vector::new(0.0);
         gradient[part] = Vector::new(0.0);
-        if column < layout.columns && column * N::value() <= CUBE_POS_X as usize {
-            row[part] = seen::<N>(Vector::cast_from(y[start + column]), column, 0.0, 0.0);
-            gradient[part] = seen::<N>(Vector::cast_from(dy[start + column]), column, 0.0, 0.0);
+        if column < layout.columns && column * N::value() <= last_key::<N>(layout) as usize {
+            row[part] = seen::<N>(Vector::cast_from(y[start + column]), column, 0.0, 0.0, layout);
+            gradient[part] = seen::<N>(Vector::cast_from(dy[start + column]), column, 0.0, 0.0, layout);
             sum += row[part] * gradient[part];
         }
     }
@@ -178,4 +210,14 @@ fn masked_softmax_gradient_kernel<F: Float, N: Size>(
             dx[start + column] = Vector::cast_from(own);
         }
     }
+}
+
+/// The last key that the cube's position sees.
+#[cube]
+fn last_key<N: Size>(#[comptime] layout: Layout) -> u32 {
+    let mut last = CUBE_POS_X;
+    if comptime!(!layout.masked) {
+        last = layout.columns as u32 * N::value() as u32;
+    }
+    last
 }

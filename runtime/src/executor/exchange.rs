@@ -120,6 +120,17 @@ impl Exchange {
         Ok(self.unpack(buffer, memory))
     }
 
+    /// A tensor as the conversion gives it, with arbitrary elements.
+    pub fn stale_result(&self, memory: &Memory, format: Format) -> Tensor {
+        match self.conversion {
+            Conversion::ReduceScatterFlat => {
+                let range = crate::communicator::part(size_of(&self.result), self.position, self.ways);
+                Tensor::stale(memory, &[(DimName::Hidden, range.len())], format)
+            }
+            _ => Tensor::stale(memory, &self.result, format),
+        }
+    }
+
     fn communicates(&self) -> bool {
         !matches!(self.conversion, Conversion::Slice(_)) && self.ways > 1
     }

@@ -3,12 +3,11 @@
 use std::sync::Arc;
 
 use ir::graph::DimName;
-use ir::schedule::Pass;
 
 use super::steps::{Charged, RankBody, Step};
-use super::{Executor, Kept, MicroBatches};
+use super::{Executor, MicroBatches};
 use crate::Error;
-use crate::tensor::Tensor;
+use crate::tensor::{StepKind, Tensor};
 
 /// This rank's part of a micro-batch's logits.
 #[derive(Clone, Debug)]
@@ -26,26 +25,22 @@ impl Executor<'_> {
     /// # Errors
     /// A lost rank or link.
     pub fn logits(&mut self, input: &MicroBatches) -> Result<Vec<Logits>, Error> {
-        let program = self.program;
-        let head = program.bodies.len() as u32 - 1;
-        let mut logits = Vec::new();
-        for pass in self.start(&program.stages[self.place.stage].evaluation, input) {
-            match pass {
-                Pass::Forward(body, layer, batch) if body == head => {
-                    logits.push(self.logits_of((body, layer, batch), input)?);
-                }
-                pass => self.run_pass(pass, input, Kept::Never)?,
-            }
-        }
-        Ok(logits)
+        self.run(input, StepKind::Logits)
     }
 
-    fn logits_of(&mut self, (body, layer, batch): (u32, u64, u64), input: &MicroBatches) -> Result<Logits, Error> {
+    /// The logits of a micro-batch, in the host's memory.
+    pub(super) fn logits_of(
+        &mut self,
+        (body, layer, batch): (u32, u64, u64),
+        input: &MicroBatches,
+    ) -> Result<Logits, Error> {
         let code = Arc::clone(&self.bodies[body as usize]);
         let (steps, value, vocabulary_start) = until_logits(&code);
         let mut frame = self.enter(&code, batch);
         self.execute(&code, steps, (body, layer, batch), &mut frame, input)?;
-        Ok(Logits { values: frame.take(value), vocabulary_start })
+        let values = frame.take(value);
+        let values = if self.memory.is_tracing() { values } else { values.on_host(&self.memory.of_host())? };
+        Ok(Logits { values, vocabulary_start })
     }
 }
 

@@ -14,7 +14,7 @@ use ir::verify::stage_chain;
 use crate::initial::{flat_range, local_region, logical_name};
 use crate::place::RankPlace;
 use crate::random::Region;
-use crate::tensor::{Dims, Format, Memory, Tensor, size_of};
+use crate::tensor::{Dims, Format, Memory, Tensor, ValuesMut, size_of};
 
 /// A parameter on one rank.
 #[derive(Debug)]
@@ -106,8 +106,9 @@ fn make(
         }
     };
     let stored = range(parameter.stored);
+    let host = memory.of_host();
     let numbers = |range: Range<u64>, fill: &mut Fill| {
-        let mut tensor = Tensor::zeros(memory, &dims(&range), Format::Single);
+        let mut tensor = Tensor::zeros(&host, &dims(&range), Format::Single);
         fill(&name, parameter, &region, range, tensor.singles_mut()).map(|()| tensor)
     };
     let weight = numbers(stored, fill)?;
@@ -117,7 +118,7 @@ fn make(
         DType::FP32 => (weight, None),
         DType::BF16 | DType::FP16 => {
             let master = numbers(owned.clone(), fill)?;
-            let rounded = Tensor::from_numbers(memory, &weight.dims, Format::Brain, weight.singles());
+            let rounded = Tensor::from_numbers(&host, &weight.dims, Format::Brain, weight.singles());
             (rounded, Some(master))
         }
     };
@@ -125,11 +126,11 @@ fn make(
     debug_assert!(size_of(&gradient.dims) as u64 >= owned.end - owned.start, "{name}: the owner has its gradient");
     Ok(Held {
         name: name.clone(),
-        weight,
+        weight: weight.into_memory(memory),
         gradient: Some(gradient),
         accumulated: false,
         owned: owned.start as usize..owned.end as usize,
-        master,
+        master: master.map(|master| master.into_memory(memory)),
         first: state(&own_dims),
         second: state(&own_dims),
         decays,
@@ -138,6 +139,45 @@ fn make(
 }
 
 impl Held {
+    /// The gradient in the host's memory, for a collective; [`Held::give_gradient`] ends the loan. A device keeps its
+    /// copy.
+    ///
+    /// # Errors
+    /// A device that failed.
+    pub fn lend_gradient(&mut self, host: &Memory) -> Result<Tensor, crate::Error> {
+        let gradient = self.gradient.as_ref().expect("each sum starts once");
+        match gradient.is_on_device() {
+            true => gradient.on_host(host),
+            false => Ok(self.gradient.take().expect("it was there")),
+        }
+    }
+
+    /// Takes a lent gradient back.
+    pub fn give_gradient(&mut self, gradient: Tensor) {
+        match &self.gradient {
+            Some(own) => own.copy_from(&gradient),
+            None => self.gradient = Some(gradient),
+        }
+    }
+
+    /// Changes the weight's elements in the host's memory.
+    ///
+    /// # Errors
+    /// Those of `change`, and a device that failed.
+    pub fn change_weight(
+        &mut self,
+        host: &Memory,
+        change: impl FnOnce(ValuesMut) -> Result<(), crate::Error>,
+    ) -> Result<(), crate::Error> {
+        if !self.weight.is_on_device() {
+            return change(self.weight.values_mut());
+        }
+        let mut weight = self.weight.on_host(host)?;
+        change(weight.values_mut())?;
+        self.weight.copy_from(&weight);
+        Ok(())
+    }
+
     /// The owned elements' places in a tensor of the region or of the owned part.
     pub fn owned_in(&self, tensor: &Tensor) -> Range<usize> {
         if tensor.len() == self.owned.len() { 0..tensor.len() } else { self.owned.clone() }

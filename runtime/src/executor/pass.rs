@@ -14,14 +14,14 @@ use crate::Error;
 use crate::data::{BatchShape, sample_index};
 use crate::operators::run::apply_run;
 use crate::operators::{Dropping, Operand, Place, ResultShape, apply};
-use crate::tensor::Tensor;
+use crate::tensor::{Memory, Tensor};
 use crate::train::Dropout;
 
 /// Values of one body for one layer and micro-batch.
 pub struct Frame {
     values: Vec<Option<Tensor>>,
     /// Conversions that have started, by result.
-    started: Vec<(usize, Exchange, Started)>,
+    started: Vec<(usize, Exchange, Option<Started>)>,
 }
 
 impl Frame {
@@ -64,7 +64,7 @@ impl Executor<'_> {
         };
         match code.output_gradient {
             Some(_) => drop(self.streams.insert((Direction::Activation, batch), output)),
-            None => self.loss += f64::from(output.singles()[0]),
+            None => self.loss.add(&output),
         }
         Ok(frame)
     }
@@ -139,20 +139,18 @@ impl Executor<'_> {
                     }
                 }
                 Step::Convert(exchange, operand, value) => {
-                    let group = self.links.over(&exchange.axes);
-                    let result = exchange.convert(group, frame.operand(*operand), &self.memory)?;
+                    let result = self.convert(exchange, frame.operand(*operand), &code.values[*value])?;
                     frame.values[*value] = Some(result);
                 }
                 Step::Start(exchange, operand, value) => {
-                    let group = self.links.over(&exchange.axes);
-                    let started = exchange.start(group, frame.operand(*operand), &self.memory);
+                    let started = self.start_conversion(exchange, frame.operand(*operand))?;
                     frame.started.push((*value, exchange.clone(), started));
                 }
                 Step::Wait(value) => {
                     let place = frame.started.iter().position(|(result, ..)| result == value);
                     let (_, exchange, started) =
                         frame.started.swap_remove(place.expect("the verifier follows conversions"));
-                    frame.values[*value] = Some(exchange.wait(started, &self.memory)?);
+                    frame.values[*value] = Some(self.end_conversion(&exchange, started, &code.values[*value])?);
                 }
                 Step::Accumulate(parameter, operand) => {
                     let resolved = self.resolve(reference(*parameter));
@@ -166,6 +164,37 @@ impl Executor<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Converts between ranks; what a device holds passes through the host's memory.
+    fn convert(&self, exchange: &Exchange, operand: Operand, value: &LocalValue) -> Result<Tensor, Error> {
+        if self.memory.is_tracing() {
+            return Ok(exchange.stale_result(&self.memory, value.format));
+        }
+        let host = self.memory.of_host();
+        let result = exchange.convert(self.links.over(&exchange.axes), on_host(operand, &host)?, &host)?;
+        Ok(result.into_memory(&self.memory))
+    }
+
+    /// Starts a conversion; none starts where nothing is computed.
+    fn start_conversion(&self, exchange: &Exchange, operand: Operand) -> Result<Option<Started>, Error> {
+        if self.memory.is_tracing() {
+            return Ok(None);
+        }
+        let host = self.memory.of_host();
+        Ok(Some(exchange.start(self.links.over(&exchange.axes), on_host(operand, &host)?, &host)))
+    }
+
+    fn end_conversion(
+        &self,
+        exchange: &Exchange,
+        started: Option<Started>,
+        value: &LocalValue,
+    ) -> Result<Tensor, Error> {
+        match started {
+            None => Ok(exchange.stale_result(&self.memory, value.format)),
+            Some(started) => Ok(exchange.wait(started, &self.memory.of_host())?.into_memory(&self.memory)),
+        }
     }
 
     /// What a pass for a layer and a micro-batch drops.
@@ -201,5 +230,13 @@ impl Executor<'_> {
             InputKind::Positions => &input.positions,
         };
         Tensor::from_ids(&self.memory, &value.dims, ids)
+    }
+}
+
+/// An operand in the host's memory: itself if it is there.
+fn on_host<'t>(operand: Operand<'t>, host: &Memory) -> Result<Operand<'t>, Error> {
+    match operand.tensor().is_on_device() {
+        true => Ok(Operand::Owned(operand.tensor().on_host(host)?)),
+        false => Ok(operand),
     }
 }

@@ -9,10 +9,11 @@ use ir::program::{Conversion, ParameterRef, UpdateInstruction};
 use super::clock::Account;
 use super::exchange::Singles;
 use super::parameters::Held;
+use super::sums::Sum;
 use super::{Executor, MicroBatches};
 use crate::Error;
-use crate::communicator::Reduction;
-use crate::optimizer::{AdamW, State, adamw, sum_of_squares};
+use crate::communicator::{Group, Reduction};
+use crate::optimizer::{AdamW, State, adamw};
 use crate::tensor::ValuesMut;
 use crate::train::Dropout;
 
@@ -49,24 +50,35 @@ pub struct Updated {
 
 impl Executor<'_> {
     /// Starts the sum over replicas of a layer's gradients, in place.
-    pub(super) fn start_reduction(&mut self, body: u32, layer: u64, parameters: (u32, u32), conversion: Conversion) {
+    pub(super) fn start_reduction(
+        &mut self,
+        body: u32,
+        layer: u64,
+        parameters: (u32, u32),
+        conversion: Conversion,
+    ) -> Result<(), Error> {
+        if self.memory.is_tracing() {
+            return Ok(());
+        }
+        let host = self.memory.of_host();
         let group = self.links.over(&[SplitAxis::Data]).expect("gradients are summands over several replicas");
         for parameter in parameters.0..parameters.1 {
             let reference = ParameterRef { body, layer, parameter };
             let held = self.parameters.get_mut(&reference).expect("the verifier follows parameters");
-            let gradient = Singles(held.gradient.take().expect("each sum starts once"));
+            let gradient = Singles(held.lend_gradient(&host)?);
             let pending = match conversion {
                 Conversion::ReduceScatterFlat => group.start_reduce_scatter(Reduction::Sum, gradient),
                 _ => group.start_all_reduce(Reduction::Sum, gradient),
             };
             self.reductions.insert(reference, pending);
         }
+        Ok(())
     }
 
     /// Runs the update's instructions.
     pub(super) fn update(&mut self, input: &MicroBatches, options: &StepOptions) -> Result<Updated, Error> {
         let program = self.program;
-        let mut squares: BTreeMap<Vec<SplitAxis>, f64> = BTreeMap::new();
+        let mut squares: BTreeMap<Vec<SplitAxis>, Sum> = BTreeMap::new();
         let mut step = None;
         let mut updated = Updated { loss: f64::NAN, gradient_norm: f64::NAN };
         for instruction in &program.stages[self.place.stage].update {
@@ -82,8 +94,8 @@ impl Executor<'_> {
                     range.each().try_for_each(|reference| self.reduce_over_tied(reference))?;
                 }
                 UpdateInstruction::AddSquares(range, axes) => {
-                    let sum = squares.entry(axes.clone()).or_insert(0.0);
-                    *sum += range.each().map(|reference| self.squares(reference)).sum::<f64>();
+                    let sum = squares.entry(axes.clone()).or_default();
+                    range.each().for_each(|reference| self.add_squares(reference, sum));
                 }
                 UpdateInstruction::FinishNorm => {
                     updated = self.finish_norm(&squares, input)?;
@@ -109,29 +121,44 @@ impl Executor<'_> {
     fn wait_reduction(&mut self, reference: ParameterRef) -> Result<(), Error> {
         let pending = self.reductions.remove(&reference).expect("the verifier follows sums");
         let Singles(gradient) = pending.wait()?;
-        self.held(reference).gradient = Some(gradient);
+        self.held(reference).give_gradient(gradient);
         Ok(())
     }
 
     fn reduce_over_tensor(&mut self, reference: ParameterRef, axes: &[SplitAxis]) -> Result<(), Error> {
-        let Some(group) = self.links.over(axes).cloned() else { return Ok(()) };
-        Ok(group.all_reduce(Reduction::Sum, owned_gradient_mut(self.held(reference)))?)
+        match self.links.over(axes).cloned() {
+            Some(group) => self.reduce_gradient(reference, &group),
+            None => Ok(()),
+        }
     }
 
     fn reduce_over_tied(&mut self, reference: ParameterRef) -> Result<(), Error> {
         let group = self.links.ends.clone().expect("the verifier checks where copies are");
-        Ok(group.all_reduce(Reduction::Sum, owned_gradient_mut(self.held(reference)))?)
+        self.reduce_gradient(reference, &group)
     }
 
-    fn squares(&mut self, reference: ParameterRef) -> f64 {
-        sum_of_squares(owned_gradient_mut(self.held(reference)))
+    /// Sums the owned part of a gradient over a group.
+    fn reduce_gradient(&mut self, reference: ParameterRef, group: &Group) -> Result<(), Error> {
+        let host = self.memory.of_host();
+        let held = self.held(reference);
+        let mut gradient = held.lend_gradient(&host)?;
+        let range = held.owned_in(&gradient);
+        group.all_reduce(Reduction::Sum, &mut gradient.singles_mut()[range])?;
+        held.give_gradient(gradient);
+        Ok(())
+    }
+
+    fn add_squares(&mut self, reference: ParameterRef, sum: &mut Sum) {
+        let held = self.held(reference);
+        let gradient = held.gradient.as_ref().expect("the verifier follows sums");
+        sum.add_squares(gradient, held.owned_in(gradient));
     }
 
     /// Sums each class over its axes, the classes, and the stages; loss and norm are the same bits on every rank.
-    fn finish_norm(&mut self, squares: &BTreeMap<Vec<SplitAxis>, f64>, input: &MicroBatches) -> Result<Updated, Error> {
+    fn finish_norm(&mut self, squares: &BTreeMap<Vec<SplitAxis>, Sum>, input: &MicroBatches) -> Result<Updated, Error> {
         let mut total = 0.0;
         for (axes, sum) in squares {
-            let mut sum = [*sum];
+            let mut sum = [sum.value()?];
             if let Some(group) = self.links.over(axes) {
                 group.all_reduce(Reduction::Sum, &mut sum)?;
             }
@@ -158,7 +185,7 @@ impl Executor<'_> {
     /// The mean loss over all tokens of the batch: summands over replicas, known to the last stage.
     pub(super) fn mean_loss(&mut self, input: &MicroBatches) -> Result<f64, Error> {
         let head = self.bodies.last().expect("a program has a head");
-        let mut loss = [std::mem::take(&mut self.loss)];
+        let mut loss = [std::mem::take(&mut self.loss).value()?];
         if head.values[head.output].summand
             && let Some(replicas) = self.links.over(&[SplitAxis::Data])
         {
@@ -187,6 +214,12 @@ impl Executor<'_> {
         let held = self.held(reference);
         let step = AdamW { weight_decay: if held.decays { step.weight_decay } else { 0.0 }, ..step };
         let gradient = held.gradient.as_ref().expect("the verifier follows sums");
+        #[cfg(feature = "kernels")]
+        if let Some(device) = gradient.device() {
+            crate::device::adamw(device, &step, held);
+            held.accumulated = false;
+            return;
+        }
         let gradient = &gradient.singles()[held.owned_in(gradient)];
         let place = held.owned_in(&held.weight);
         let (first, second) = (held.first.singles_mut(), held.second.singles_mut());
@@ -204,12 +237,15 @@ impl Executor<'_> {
     /// Joins the parts that replicas own of a weight that each stores whole, in place.
     fn gather(&mut self, reference: ParameterRef) -> Result<(), Error> {
         let Some(group) = self.links.over(&[SplitAxis::Data]).cloned() else { return Ok(()) };
-        match self.held(reference).weight.values_mut() {
-            ValuesMut::Single(weight) => group.all_gather(weight)?,
-            ValuesMut::Brain(weight) => group.all_gather(weight)?,
-            ValuesMut::Index(_) => unreachable!("weights are no ids"),
-        }
-        Ok(())
+        let host = self.memory.of_host();
+        self.held(reference).change_weight(&host, |weight| {
+            match weight {
+                ValuesMut::Single(weight) => group.all_gather(weight)?,
+                ValuesMut::Brain(weight) => group.all_gather(weight)?,
+                ValuesMut::Index(_) => unreachable!("weights are no ids"),
+            }
+            Ok(())
+        })
     }
 }
 
@@ -223,11 +259,4 @@ fn account_of(instruction: &UpdateInstruction) -> Account {
         UpdateInstruction::AddSquares(..) | UpdateInstruction::AdamW(_) => Account::Optimizer,
         UpdateInstruction::FinishNorm => Account::Step,
     }
-}
-
-/// The owned part of a gradient.
-fn owned_gradient_mut(held: &mut Held) -> &mut [f32] {
-    let gradient = held.gradient.as_ref().expect("the verifier follows sums");
-    let range = held.owned_in(gradient);
-    &mut held.gradient.as_mut().expect("as above").singles_mut()[range]
 }

@@ -21,6 +21,10 @@ pub enum Accumulation {
 /// If `into` is not fp32, has another size, or its storage is shared.
 pub fn accumulate(into: &mut Tensor, value: &Tensor, how: Accumulation) {
     assert_eq!(into.len(), value.len(), "a gradient has the size of its accumulator");
+    #[cfg(feature = "kernels")]
+    if let Some(device) = into.device() {
+        return crate::device::accumulate(device, into, value, how);
+    }
     let values = value.values();
     parallel::for_each_piece(ValuesMut::Single(into.singles_mut()), 1, |start, mut piece| {
         let all = 0..piece.len();
@@ -40,6 +44,10 @@ pub fn accumulate(into: &mut Tensor, value: &Tensor, how: Accumulation) {
 /// # Panics
 /// If `into` is not fp32, or its storage is shared.
 pub fn accumulate_contraction(into: &mut Tensor, a: &Tensor, b: &Tensor, memory: &Memory, how: Accumulation) {
+    #[cfg(feature = "kernels")]
+    if let Some(device) = into.device() {
+        return crate::device::accumulate_contraction(device, into, a, b, how);
+    }
     contract_into(into, a, b, memory, how);
 }
 
@@ -49,6 +57,10 @@ pub fn accumulate_contraction(into: &mut Tensor, a: &Tensor, b: &Tensor, memory:
 /// # Panics
 /// If `into` is not fp32, or its storage is shared.
 pub fn accumulate_lookup(into: &mut Tensor, ids: &Tensor, gradient: &Tensor, result: &ResultShape, how: Accumulation) {
+    #[cfg(feature = "kernels")]
+    if let Some(device) = into.device() {
+        return crate::device::accumulate_lookup(device, into, [ids, gradient], &result.place, how);
+    }
     if how == Accumulation::Set {
         into.singles_mut().fill(0.0);
     }

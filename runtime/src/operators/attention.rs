@@ -118,6 +118,10 @@ pub fn attention_gradients(
     alibi: bool,
     result: &ResultShape,
 ) -> AttentionGradients {
+    #[cfg(feature = "kernels")]
+    if let Some(device) = result.memory.device() {
+        return crate::device::attention_gradients(device, wanted, operands, (scale, alibi), result);
+    }
     let [query, keys, values, gradient] = operands.map(|operand| readable(operand, LAYOUT, result.memory));
     let core = Core::new([&query, &keys, &values], scale, alibi, result);
     let gradient_heads = Heads::new(&gradient.dims, DimName::Sequence, DimName::ValueDim);

@@ -10,22 +10,22 @@ use crate::tensor::{Dims, Format, Memory, Tensor, Values, ValuesMut, strides};
 
 /// A loop over a dim, or over several that are neighbours in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Axis {
-    extent: usize,
+pub(crate) struct Axis {
+    pub extent: usize,
     /// Distance between neighbours in the first operand, the second and the result; 0 where the dim lacks.
-    strides: [usize; 3],
+    pub strides: [usize; 3],
 }
 
 /// A contraction as matrix products.
 #[derive(Debug, PartialEq, Eq)]
-struct Products {
-    rows: Axis,
-    columns: Axis,
-    summed: Axis,
+pub(crate) struct Products {
+    pub rows: Axis,
+    pub columns: Axis,
+    pub summed: Axis,
     /// Loops over products that write different elements.
-    outer: Vec<Axis>,
+    pub outer: Vec<Axis>,
     /// Loops over products that add to the same elements.
-    inner: Vec<Axis>,
+    pub inner: Vec<Axis>,
 }
 
 /// Sum of products of two tensors over the dims that the result lacks.
@@ -102,7 +102,8 @@ fn offsets(axes: &[Axis], mut index: usize) -> [usize; 3] {
     offsets
 }
 
-fn products(a: &Dims, b: &Dims, result: &Dims) -> Products {
+/// The contraction of tensors with these dims.
+pub(crate) fn products(a: &Dims, b: &Dims, result: &Dims) -> Products {
     let mut all = result.to_vec();
     for dim in a.iter().chain(b) {
         if !all.iter().any(|(name, _)| *name == dim.0) {

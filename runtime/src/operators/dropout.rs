@@ -59,6 +59,18 @@ impl Mask {
         Some(Mask { stream, region: Region { spans: dims.iter().map(span).collect() }, probability })
     }
 
+    /// The mask of a tensor `[micro_batch, sequence, …]` as kernels draw it.
+    #[cfg(feature = "kernels")]
+    pub fn for_kernel(&self, place: &Place) -> kernels::dropout::Mask {
+        kernels::dropout::Mask {
+            key: self.stream.key,
+            counter_high: self.stream.counter_high,
+            probability: self.probability,
+            first_sequence: self.region.spans.first().map_or(0, |sequences| sequences.start as u32),
+            positions: (place.positions.0 as u32, place.positions.1 as u32),
+        }
+    }
+
     /// Drops among local elements `start`, `start` + 1, …, row-major.
     pub fn apply(&self, start: usize, elements: &mut [f32]) {
         let range = Range { start: start as u64, end: (start + elements.len()) as u64 };

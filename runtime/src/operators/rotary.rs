@@ -35,7 +35,7 @@ pub fn rotary(
 }
 
 /// For each position the cosines of its pairs' angles, then the sines.
-fn turns(positions: usize, direction: f64, frequencies: &[f64]) -> Vec<f32> {
+pub(crate) fn turns(positions: usize, direction: f64, frequencies: &[f64]) -> Vec<f32> {
     let width = 2 * frequencies.len();
     let mut turns = Vec::with_capacity(positions * width);
     for position in 0..positions {

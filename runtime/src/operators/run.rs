@@ -137,6 +137,8 @@ pub fn apply_run(
     dropping: Option<Dropping>,
 ) -> Vec<(ValueId, Tensor)> {
     match run.how {
+        // A device's memory is no place for rows of the host.
+        How::Rows(_) if memory.is_on_device() => apart(run, operands, memory, dropping),
         How::Rows(width) => row::apply(run, width, &operands, memory, dropping),
         How::AttentionGradients => gradients(run, &operands, memory, dropping),
         How::Apart => apart(run, operands, memory, dropping),
@@ -184,16 +186,20 @@ fn gradients(run: &Run, operands: &[Operand], memory: &Memory, dropping: Option<
     run.steps.iter().map(finish).collect()
 }
 
-/// One operator after another.
+/// One operator after another, or on a device two at a time where one kernel computes them.
 fn apart(run: &Run, operands: Vec<Operand>, memory: &Memory, dropping: Option<Dropping>) -> Vec<(ValueId, Tensor)> {
     let mut outside: Vec<Option<Operand>> = operands.into_iter().map(Some).collect();
     let mut results: Vec<Option<Tensor>> = Vec::new();
-    for (at, step) in run.steps.iter().enumerate() {
-        let last = |source: &Source| !run.steps[at + 1..].iter().any(|later| later.operands.contains(source));
-        let once = |source: &Source| step.operands.iter().filter(|other| *other == source).count() == 1;
+    while results.len() < run.steps.len() {
+        let group = results.len()..results.len() + steps_together(run, results.len(), memory);
+        let inside = |source: &Source| matches!(source, Source::Step(earlier) if group.contains(earlier));
+        let read = run.steps[group.clone()].iter().flat_map(|step| &step.operands);
+        let read: Vec<Source> = read.filter(|source| !inside(source)).copied().collect();
+        let last = |source: &Source| !run.steps[group.end..].iter().any(|later| later.operands.contains(source));
+        let once = |source: &Source| read.iter().filter(|other| *other == source).count() == 1;
         // What ends here is moved, so that the result may take its memory; the rest is lent.
         let mut moved: Vec<Option<Operand>> = Vec::new();
-        for source in &step.operands {
+        for source in &read {
             let ends = last(source) && once(source);
             moved.push(match *source {
                 Source::Outside(operand) if ends => outside[operand].take(),
@@ -203,7 +209,7 @@ fn apart(run: &Run, operands: Vec<Operand>, memory: &Memory, dropping: Option<Dr
                 _ => None,
             });
         }
-        let given = step.operands.iter().zip(moved).map(|(source, moved)| match (moved, *source) {
+        let given = read.iter().zip(moved).map(|(source, moved)| match (moved, *source) {
             (Some(moved), _) => moved,
             (None, Source::Outside(operand)) => {
                 Operand::Borrowed(outside[operand].as_ref().expect("it is read until its last step").tensor())
@@ -212,9 +218,37 @@ fn apart(run: &Run, operands: Vec<Operand>, memory: &Memory, dropping: Option<Dr
                 Operand::Borrowed(results[earlier].as_ref().expect("it is read until its last step"))
             }
         });
-        let result = apply(&step.op, given.collect(), &step.result(memory, dropping));
-        results.push(Some(result));
+        let found = apply_steps(&run.steps[group.clone()], given.collect(), memory, dropping);
+        results.extend(found);
     }
     let kept = run.steps.iter().zip(results).filter(|(step, _)| step.kept);
     kept.filter_map(|(step, result)| Some((step.value, result?))).collect()
+}
+
+/// How many steps from one on are computed together.
+fn steps_together(run: &Run, at: usize, memory: &Memory) -> usize {
+    #[cfg(feature = "kernels")]
+    if let [first, second, ..] = &run.steps[at..]
+        && memory.is_on_device()
+    {
+        let later = run.steps[at + 2..].iter().any(|step| step.operands.contains(&Source::Step(at)));
+        return 1 + usize::from(crate::device::are_one_kernel([first, second], at, first.kept || later));
+    }
+    let _ = (run, at, memory);
+    1
+}
+
+/// The results of steps that are computed together; none for those that nobody reads.
+fn apply_steps(
+    steps: &[Step],
+    operands: Vec<Operand>,
+    memory: &Memory,
+    dropping: Option<Dropping>,
+) -> Vec<Option<Tensor>> {
+    #[cfg(feature = "kernels")]
+    if let ([first, second], Some(device)) = (steps, memory.device()) {
+        let shapes = [first, second].map(|step| step.result(memory, dropping));
+        return crate::device::apply_two(device, [&first.op, &second.op], operands, &shapes).into();
+    }
+    vec![Some(apply(&steps[0].op, operands, &steps[0].result(memory, dropping)))]
 }

@@ -75,7 +75,7 @@ pub fn slope(head: usize, heads: usize) -> f32 {
 
 impl Place {
     /// Slope of the local key-value head's local query.
-    pub(super) fn slope(&self, head: usize, query: usize) -> f32 {
+    pub(crate) fn slope(&self, head: usize, query: usize) -> f32 {
         let ((head_start, heads), (query_start, queries)) = (self.heads, self.queries);
         slope((head_start + head) * queries + query_start + query, heads * queries)
     }

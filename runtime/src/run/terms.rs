@@ -18,6 +18,7 @@ pub fn terms(plan: &Plan, request: &Request, prepared: &Prepared) -> Vec<(&'stat
         ("seed", prepared.config.seed.to_string()),
         ("steps", request.steps.to_string()),
         ("--evaluate", if request.evaluate { "on" } else { "off" }.to_owned()),
+        ("device", if request.memory.is_on_device() { "with kernels" } else { "processor cores" }.to_owned()),
         ("transport", format!("{:?}", request.transport)),
         ("data", data_of(request, prepared)),
         ("--weights", path_of(&request.weights)),

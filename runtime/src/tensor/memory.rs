@@ -11,14 +11,18 @@ use burn::backend::flex::{FlexTensor, Layout};
 use burn::tensor::{Bytes, DType, Shape};
 
 use super::{Format, Values, ValuesMut, bf16};
+#[cfg(feature = "kernels")]
+use crate::device::{Device, Place};
 
 /// Smallest buffer that is kept, in fp32 words: below, the allocator's own lists serve better.
 const KEPT_FROM: usize = 1 << 12;
 
-/// The memory of one rank.
+/// The memory of one rank: the host's, or a device's.
 #[derive(Clone, Debug, Default)]
 pub struct Memory {
     pool: Arc<Mutex<Pool>>,
+    #[cfg(feature = "kernels")]
+    device: Option<Device>,
 }
 
 #[derive(Debug, Default)]
@@ -30,6 +34,26 @@ struct Pool {
 }
 
 /// Storage of one tensor and its clones.
+#[derive(Debug)]
+pub(super) enum Storage {
+    /// Memory of the host.
+    Host(Buffer),
+    /// A place in a device's memory.
+    #[cfg(feature = "kernels")]
+    Device(Placed),
+}
+
+/// A tensor's place in a device's memory.
+#[cfg(feature = "kernels")]
+#[derive(Debug)]
+pub(super) struct Placed {
+    pub place: Place,
+    pub format: Format,
+    pub len: usize,
+    memory: Memory,
+}
+
+/// Elements in memory of the host.
 #[derive(Debug)]
 pub(super) struct Buffer {
     /// `None` only while the buffer is dropped.
@@ -56,8 +80,30 @@ impl Memory {
         pool.peak = pool.live;
     }
 
-    /// A buffer with the elements of whatever held the memory before.
-    pub(super) fn allocate(&self, len: usize, format: Format) -> Buffer {
+    /// The memory of a device.
+    #[cfg(feature = "kernels")]
+    pub fn on(device: Device) -> Memory {
+        Memory { device: Some(device), ..Memory::default() }
+    }
+
+    /// The device, if it is not the host's memory.
+    #[cfg(feature = "kernels")]
+    pub fn device(&self) -> Option<&Device> {
+        self.device.as_ref()
+    }
+
+    /// Storage with the elements of whatever held the memory before.
+    pub(super) fn allocate(&self, len: usize, format: Format) -> Storage {
+        #[cfg(feature = "kernels")]
+        if let Some(device) = &self.device {
+            let bytes = len * format.bytes();
+            self.lock().count(bytes);
+            return Storage::Device(Placed { place: device.begin(bytes), format, len, memory: self.clone() });
+        }
+        Storage::Host(self.allocate_on_host(len, format))
+    }
+
+    fn allocate_on_host(&self, len: usize, format: Format) -> Buffer {
         let bytes = len * format.bytes();
         let words = self.lock().take(bytes);
         let capacity = words.len() * size_of::<f32>() / format.bytes();
@@ -77,9 +123,13 @@ impl Memory {
 }
 
 impl Pool {
-    fn take(&mut self, bytes: usize) -> Vec<f32> {
+    fn count(&mut self, bytes: usize) {
         self.live += bytes;
         self.peak = self.peak.max(self.live);
+    }
+
+    fn take(&mut self, bytes: usize) -> Vec<f32> {
+        self.count(bytes);
         let words = bytes.div_ceil(size_of::<f32>());
         let fitting = self.free.range_mut(words..=words + words / 4).find(|(_, buffers)| !buffers.is_empty());
         if let Some(buffer) = fitting.and_then(|(_, buffers)| buffers.pop()) {
@@ -146,6 +196,13 @@ impl Drop for Buffer {
         drop(storage);
         let words = Arc::into_inner(bytes).and_then(|bytes| bytes.try_into_vec::<f32>().ok());
         self.memory.lock().give_back(self.len * self.format.bytes(), words.unwrap_or_default());
+    }
+}
+
+#[cfg(feature = "kernels")]
+impl Drop for Placed {
+    fn drop(&mut self) {
+        self.memory.lock().live -= self.len * self.format.bytes();
     }
 }
 

@@ -10,6 +10,7 @@ use runtime::communicator::Transport;
 use runtime::launch::local::{Ended, reserve_port, start_local_ranks};
 use runtime::launch::{Address, Launch, read_launch};
 use runtime::run::{Data, Request, check_export, prepare_run, run_rank};
+use runtime::tensor::Memory;
 use runtime::{Error, load};
 
 use crate::arguments::{Communicator, Device, RunOptions};
@@ -78,6 +79,7 @@ fn request(options: &RunOptions) -> Result<Request, Error> {
         evaluate: options.evaluate,
         timeout: Duration::from_secs(options.timeout),
         transport,
+        memory: Memory::default(),
     })
 }
 
