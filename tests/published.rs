@@ -278,6 +278,24 @@ fn every_name_of_published_runs_has_a_profile() {
     assert!(problem.contains("nearest: H100-SXM"), "{problem}");
 }
 
+/// Experts that do not spread over the ranks of their group have no layout.
+#[test]
+fn experts_are_whole_on_each_rank() {
+    let text = table();
+    let header = text.lines().next().expect("a header");
+    let columns: Vec<&str> = header.split(',').collect();
+    let place = |name: &str| columns.iter().position(|column| *column == name).expect("the table has the column");
+    let line = text.lines().find(|line| line.starts_with("mbridge-020,")).expect("the row is in the table");
+    let mut reader = csv::ReaderBuilder::new().has_headers(false).from_reader(line.as_bytes());
+    let mut record: Vec<String> =
+        reader.records().next().expect("a line").expect("a record").iter().map(|cell| format!("\"{cell}\"")).collect();
+    record[place("num_experts")] = "7".to_owned();
+    record[place("ep")] = "16".to_owned();
+    let rows = read_table(&format!("{header}\n{}\n", record.join(",")), "runs.csv").expect("a table");
+    let reason = validate(rows).remove(0).prediction.map(|_| ()).expect_err("7 experts on 16 ranks");
+    assert_eq!(reason, "ep 16 does not divide 7 experts");
+}
+
 /// Cells of any kind end in a prediction, a reason, or a problem that names line and column: never in a panic.
 #[test]
 fn any_cells_are_handled() {

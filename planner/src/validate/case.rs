@@ -254,6 +254,9 @@ fn layouts_of(run: &Run, machine: &Machine) -> Result<Vec<Strategy>, String> {
     if !(data * context).is_multiple_of(expert) {
         return Err(format!("ep {expert} does not divide dp x cp {}", data * context));
     }
+    if let Some(experts) = run.num_experts.filter(|experts| !experts.is_multiple_of(expert)) {
+        return Err(format!("ep {expert} does not divide {experts} experts"));
+    }
     let batch = needed(run.global_batch, "global_batch")?;
     if !batch.is_multiple_of(data) {
         return Err(format!("a batch of {batch} is not whole sequences on {data} replicas"));
