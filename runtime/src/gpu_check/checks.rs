@@ -48,20 +48,25 @@ impl<'a> Checks<'a> {
     /// Compares what is in memory with what is expected: to `tolerance` times the largest number, and in bf16 to one
     /// rounding besides.
     pub fn compare(&mut self, kernel: String, buffer: &Buffer, expected: &[f64], tolerance: f64) {
+        self.compare_beside(kernel, buffer, expected, tolerance, 0.0);
+    }
+
+    /// The same where terms as large as `beside` may cancel: the largest number counts as at least that.
+    pub fn compare_beside(&mut self, kernel: String, buffer: &Buffer, expected: &[f64], tolerance: f64, beside: f64) {
         let format = name(buffer.element);
         let mut comparison = Comparison { kernel, format, largest_error: 0.0, tolerance, wrong: None };
         match self.device.read(buffer) {
             Err(failure) => comparison.wrong = Some(failure),
-            Ok(found) => comparison.judge(&found, expected, buffer.element),
+            Ok(found) => comparison.judge(&found, expected, buffer.element, beside),
         }
         self.found.push(comparison);
     }
 }
 
 impl Comparison {
-    fn judge(&mut self, found: &[f32], expected: &[f64], element: Element) {
+    fn judge(&mut self, found: &[f32], expected: &[f64], element: Element, beside: f64) {
         assert_eq!(found.len(), expected.len(), "{}", self.kernel);
-        let largest = expected.iter().filter(|x| x.is_finite()).map(|x| x.abs()).fold(0.0, f64::max);
+        let largest = largest(expected).max(beside);
         for (at, (found, expected)) in found.iter().zip(expected).enumerate() {
             let difference = (f64::from(*found) - expected).abs();
             // Infinite numbers have no difference, and numbers that are none differ.
@@ -78,6 +83,11 @@ impl Comparison {
             }
         }
     }
+}
+
+/// The largest finite number.
+pub fn largest(numbers: &[f64]) -> f64 {
+    numbers.iter().filter(|x| x.is_finite()).map(|x| x.abs()).fold(0.0, f64::max)
 }
 
 /// How a number format is written.
