@@ -104,11 +104,7 @@ impl Device {
     /// A host without one.
     #[cfg(feature = "wgpu")]
     pub fn wgpu() -> Result<Device, Problem> {
-        let device = cubecl::Device::wgpu(Default::default()).map_err(|error| {
-            let help = "install one, such as Mesa's `mesa-vulkan-drivers`";
-            Problem::new(format!("there is no Vulkan driver: {error}"), "this host", help)
-        })?;
-        Ok(Device::new(device.client()))
+        vulkan_client("this host").map(Device::new)
     }
 
     /// The same device with memory of its own, as for another rank.
@@ -163,7 +159,7 @@ impl Device {
             if let Some((handle, bytes)) = before.filter(|_| state > 0) {
                 let end = (bytes - arena.state) as u64;
                 let old = Buffer { handle: handle.offset_end(end), length: state, element: Element::Index };
-                kernels::elementwise::copy_words(&self.queue(), &old, &arena.view(0, state, Element::Index));
+                kernels::copy::copy(&self.queue(), &old, &arena.view(0, state, Element::Index));
             }
             for (start, bytes) in std::mem::take(&mut arena.written) {
                 let buffer = arena.view(start, bytes.len().div_ceil(4), Element::Index);
@@ -287,6 +283,19 @@ impl std::fmt::Debug for Device {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Device").field("allocated_bytes", &self.allocated_bytes()).finish_non_exhaustive()
     }
+}
+
+/// The client of whatever Vulkan driver there is. `location` is what asked for it.
+///
+/// # Errors
+/// A host without one.
+#[cfg(feature = "wgpu")]
+pub(crate) fn vulkan_client(location: &str) -> Result<Client, Problem> {
+    if !cubecl::Device::enumerate_all().iter().any(|device| matches!(device, cubecl::Device::Wgpu(_))) {
+        let help = "install one: Debian's mesa-vulkan-drivers and libvulkan1 run on processor cores";
+        return Err(Problem::new("there is no Vulkan driver with a device on this host", location, help));
+    }
+    Ok(cubecl::Device::Wgpu(cubecl::wgpu::WgpuDevice::default()).client())
 }
 
 fn element_of(format: Format) -> Element {

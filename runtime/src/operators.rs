@@ -32,7 +32,7 @@ pub use dropout::Dropping;
 #[cfg(feature = "kernels")]
 pub(crate) use dropout::Mask;
 #[cfg(feature = "kernels")]
-pub(crate) use rotary::turns;
+pub(crate) use rotary::{positions_of, turns};
 
 /// An operand of an operator.
 #[derive(Debug)]

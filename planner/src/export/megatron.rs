@@ -11,6 +11,7 @@ use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
 
 use super::{Export, commented};
 use crate::explain::runs;
+use crate::foreign::megatron::LLAMA3_SCALING;
 
 /// Flags of one line.
 const FLAGS_A_LINE: usize = 4;
@@ -129,10 +130,11 @@ fn scaling_flags(scaling: RotaryScaling, remarks: &mut Vec<String>) -> String {
     match scaling {
         RotaryScaling::Linear { factor } => format!("--rotary-seq-len-interpolation-factor {factor}"),
         RotaryScaling::Llama3 { factor, low_frequency_factor: low, high_frequency_factor: high, original_length } => {
-            if (low, high, original_length) != (1.0, 4.0, 8192) {
+            let (own_low, own_high, own_length) = LLAMA3_SCALING;
+            if (low, high, original_length) != LLAMA3_SCALING {
                 remarks.push(format!(
                     "not in the flags: rotary scaling with factors {low} and {high} for {original_length} tokens; \
-                     --use-rope-scaling means 1 and 4 for 8192"
+                     --use-rope-scaling means {own_low} and {own_high} for {own_length}"
                 ));
             }
             format!("--use-rope-scaling --rope-scaling-factor {factor}")

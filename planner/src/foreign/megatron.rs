@@ -8,6 +8,8 @@ mod layout;
 mod model;
 mod stages;
 
+pub(crate) use model::LLAMA3_SCALING;
+
 use ir::model::{Workload, check_model};
 use ir::strategy::{Recompute, ScheduleKind, Strategy};
 

@@ -1,4 +1,4 @@
-//! A copy: what bandwidth a device reaches that only reads and writes.
+//! Copies of whole buffers and of parts, whatever their numbers mean.
 
 use cubecl::prelude::*;
 
@@ -19,10 +19,39 @@ pub fn copy(queue: &Queue, x: &Buffer, y: &Buffer) {
 }
 
 #[cube(launch_unchecked, create_dummy_kernel)]
-fn copy_kernel<F: Float, N: Size>(x: &[Vector<F, N>], y: &mut [Vector<F, N>], #[define(F)] _element: ElemType) {
+fn copy_kernel<F: Numeric, N: Size>(x: &[Vector<F, N>], y: &mut [Vector<F, N>], #[define(F)] _element: ElemType) {
     let mut at = ABSOLUTE_POS;
     while at < y.len() {
         y[at] = x[at];
+        at += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+/// Copies neighbouring elements from a place in `x` to a place in `y`, of one format.
+///
+/// Moves 2e bytes per element.
+pub fn copy_part(queue: &Queue, length: usize, (x, from): (&Buffer, usize), (y, to): (&Buffer, usize)) {
+    assert!(from + length <= x.length && to + length <= y.length, "parts lie inside their buffers");
+    y.expect(y.length, x.element);
+    send!(
+        queue,
+        copy_part_kernel,
+        cubes_for(length, UNITS),
+        UNITS,
+        x.argument(1),
+        y.argument(1),
+        length as u32,
+        from as u32,
+        to as u32,
+        x.element.kind()
+    );
+}
+
+#[cube(launch_unchecked, create_dummy_kernel)]
+fn copy_part_kernel<F: Float>(x: &[F], y: &mut [F], length: u32, from: u32, to: u32, #[define(F)] _element: ElemType) {
+    let mut at = ABSOLUTE_POS;
+    while at < length as usize {
+        y[at + to as usize] = x[at + from as usize];
         at += CUBE_COUNT * CUBE_DIM as usize;
     }
 }

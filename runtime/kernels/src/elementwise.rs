@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use crate::activation::{gelu, gelu_slope, sigmoid};
 use crate::queue::{cubes_for, send};
 use crate::strided::{Loops, place_of};
-use crate::{Buffer, Element, Queue};
+use crate::{Buffer, Queue};
 
 /// Units of a cube.
 const UNITS: u32 = 256;
@@ -113,53 +113,6 @@ fn fill_kernel<F: Float, N: Size>(y: &mut [Vector<F, N>], number: f32, #[define(
     let mut at = ABSOLUTE_POS;
     while at < y.len() {
         y[at] = Vector::new(F::cast_from(number));
-        at += CUBE_COUNT * CUBE_DIM as usize;
-    }
-}
-
-/// Copies neighbouring elements from a place in `x` to a place in `y`, of one format.
-///
-/// Moves 2e bytes per element.
-pub fn copy_part(queue: &Queue, length: usize, (x, from): (&Buffer, usize), (y, to): (&Buffer, usize)) {
-    assert!(from + length <= x.length && to + length <= y.length, "parts lie inside their buffers");
-    y.expect(y.length, x.element);
-    send!(
-        queue,
-        copy_part_kernel,
-        cubes_for(length, UNITS),
-        UNITS,
-        x.argument(1),
-        y.argument(1),
-        length as u32,
-        from as u32,
-        to as u32,
-        x.element.kind()
-    );
-}
-
-#[cube(launch_unchecked, create_dummy_kernel)]
-fn copy_part_kernel<F: Float>(x: &[F], y: &mut [F], length: u32, from: u32, to: u32, #[define(F)] _element: ElemType) {
-    let mut at = ABSOLUTE_POS;
-    while at < length as usize {
-        y[at + to as usize] = x[at + from as usize];
-        at += CUBE_COUNT * CUBE_DIM as usize;
-    }
-}
-
-/// Copies words of 32 bits, whatever they mean.
-///
-/// Moves 8 bytes per word.
-pub fn copy_words(queue: &Queue, x: &Buffer, y: &Buffer) {
-    x.expect(x.length, Element::Index);
-    y.expect(x.length, Element::Index);
-    send!(queue, copy_words_kernel, cubes_for(x.length, UNITS), UNITS, x.argument(1), y.argument(1));
-}
-
-#[cube(launch_unchecked, create_dummy_kernel)]
-fn copy_words_kernel(x: &[u32], y: &mut [u32]) {
-    let mut at = ABSOLUTE_POS;
-    while at < y.len() {
-        y[at] = x[at];
         at += CUBE_COUNT * CUBE_DIM as usize;
     }
 }

@@ -17,7 +17,7 @@ use kernels::{Buffer, Element, Queue, dropout, embedding, mask};
 
 use super::product::contract;
 use super::{Constant, Device};
-use crate::operators::{Accumulation, Mask, Operand, Place, ResultShape, turns};
+use crate::operators::{Accumulation, Mask, Operand, Place, ResultShape, positions_of, turns};
 use crate::tensor::{Dims, Tensor, size_of, strides};
 
 pub use attention::attention_gradients;
@@ -239,11 +239,8 @@ fn slopes(device: &Device, x: &View, place: &Place, alibi: bool) -> Buffer {
 }
 
 fn turn(device: &Device, (base, scaling): (f64, Option<RotaryScaling>), back: bool, x: &View, y: &View) {
-    let is_position = |(name, _): &(DimName, usize)| *name == DimName::Sequence || *name == DimName::KeySequence;
     let width = x.extent(DimName::HeadDim);
-    let place = x.dims.iter().position(is_position);
-    let positions = place.map_or(1, |place| x.dims[place].1);
-    let between = place.map_or(1, |place| size_of(&x.dims[place + 1..]) / width);
+    let (positions, between) = positions_of(&x.dims, width);
     let frequencies = rotary_frequencies(base, scaling, width);
     let bits = frequencies.iter().map(|frequency| frequency.to_bits()).collect();
     let table = device.constant(Constant::Turns(positions, bits), || turns(positions, 1.0, &frequencies));

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kernels::elementwise::copy_part;
+use kernels::copy::copy_part;
 use kernels::optimizer::{self, State, WeightDecay};
 use kernels::{Buffer, Queue};
 

@@ -160,11 +160,7 @@ fn open_cuda(location: &str) -> Result<(Client, String), Problem> {
 
 #[cfg(feature = "wgpu")]
 fn open_wgpu(location: &str) -> Result<(Client, String), Problem> {
-    if !cubecl::Device::enumerate_all().iter().any(|device| matches!(device, cubecl::Device::Wgpu(_))) {
-        let help = "install one: Debian's mesa-vulkan-drivers and libvulkan1 run on processor cores";
-        return Err(Problem::new("there is no Vulkan driver with a device on this host", location, help));
-    }
-    Ok((cubecl::Device::Wgpu(cubecl::wgpu::WgpuDevice::default()).client(), "Vulkan".to_owned()))
+    Ok((crate::device::vulkan_client(location)?, "Vulkan".to_owned()))
 }
 
 #[cfg(not(feature = "wgpu"))]

@@ -15,13 +15,9 @@ pub fn rotary(
     scaling: Option<RotaryScaling>,
     result: &ResultShape,
 ) -> Tensor {
-    let dims = &input.tensor().dims;
     let width = input.tensor().extent(DimName::HeadDim);
-    let is_position = |name: DimName| name == DimName::Sequence || name == DimName::KeySequence;
-    let place = dims.iter().position(|(name, _)| is_position(*name));
-    let positions = place.map_or(1, |place| dims[place].1);
     // Rows are heads: all dims but the last.
-    let rows_between = place.map_or(1, |place| size_of(&dims[place + 1..]) / width);
+    let (positions, rows_between) = positions_of(&input.tensor().dims, width);
     let frequencies = rotary_frequencies(base, scaling, width);
     let turns = turns(positions, direction, &frequencies);
     change_rows(input, width, result, |row, head| {
@@ -32,6 +28,13 @@ pub fn rotary(
             (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
         }
     })
+}
+
+/// Positions of a sequence in a tensor of heads, and the heads from one position to the next.
+pub(crate) fn positions_of(dims: &[(DimName, usize)], width: usize) -> (usize, usize) {
+    let is_position = |name: DimName| name == DimName::Sequence || name == DimName::KeySequence;
+    let place = dims.iter().position(|(name, _)| is_position(*name));
+    place.map_or((1, 1), |place| (dims[place].1, size_of(&dims[place + 1..]) / width))
 }
 
 /// For each position the cosines of its pairs' angles, then the sines.

@@ -190,7 +190,7 @@ impl Tensor {
             return whole;
         }
         let part = queue.buffer(range.len(), whole.element);
-        kernels::elementwise::copy_part(queue, range.len(), (&whole, range.start), (&part, 0));
+        kernels::copy::copy_part(queue, range.len(), (&whole, range.start), (&part, 0));
         part
     }
 

@@ -20,6 +20,9 @@ const LLAMA2_VOCABULARY: u64 = 32_000;
 const DEFAULT_TOP_K: u64 = 2;
 /// The same in Megatron-DeepSpeed.
 const DEEPSPEED_TOP_K: u64 = 1;
+/// What `--use-rope-scaling` means beside its factor: the factors of low and high frequencies, and tokens of a sequence
+/// in pre-training (Megatron-Core, `RotaryEmbedding`).
+pub(crate) const LLAMA3_SCALING: (f64, f64, u64) = (1.0, 4.0, 8192);
 /// Longest pattern of layers that is built.
 const LONGEST_PATTERN: usize = 1 << 14;
 /// Unit to which Megatron rounds the default width of a gated feed-forward part.
@@ -340,12 +343,12 @@ fn read_position(flags: &mut Flags, settings: &mut Settings) -> Positions {
     }
 }
 
-/// Scaling as Llama 3.1 has it, or by one factor (Megatron-Core, `RotaryEmbedding`, with its constants).
+/// Scaling as Llama 3.1 has it, or by one factor.
 fn read_scaling(flags: &mut Flags) -> Option<RotaryScaling> {
     let factor = flags.number("--rope-scaling-factor").unwrap_or(8.0);
     let interpolated = flags.number("--rotary-seq-len-interpolation-factor").filter(|factor| *factor != 1.0);
-    let llama3 =
-        RotaryScaling::Llama3 { factor, low_frequency_factor: 1.0, high_frequency_factor: 4.0, original_length: 8192 };
+    let (low_frequency_factor, high_frequency_factor, original_length) = LLAMA3_SCALING;
+    let llama3 = RotaryScaling::Llama3 { factor, low_frequency_factor, high_frequency_factor, original_length };
     let linear = interpolated.map(|factor| RotaryScaling::Linear { factor });
     if flags.has("--use-rope-scaling") { Some(llama3) } else { linear }
 }
