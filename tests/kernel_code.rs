@@ -10,13 +10,18 @@ use std::{env, fs};
 
 use kernels::activation::{bias_gelu, bias_gelu_gradient, swiglu, swiglu_gradient};
 use kernels::attention::{Attention, attention, attention_gradient};
+use kernels::copy::{copy, copy_part};
 use kernels::dropout::{Mask, dropout};
+use kernels::elementwise::{Binary, Unary, binary, fill, unary};
 use kernels::norm::{Norm, norm, norm_gradient};
 use kernels::optimizer::{AdamW, State, WeightDecay, adamw, sum_of_squares};
+use kernels::product::{Products, products};
 use kernels::ptx::{Code, Registers, Toolkit, compile, list, shared_memory_limit};
+use kernels::reduce::{Fold, reduce};
 use kernels::rotary::{Heads, Turns, rotary};
-use kernels::softmax::{Scores, masked_softmax, masked_softmax_gradient};
-use kernels::{Element, ListedKernel, Queue, embedding, loss};
+use kernels::softmax::{Scores, masked_softmax, masked_softmax_gradient, softmax, softmax_gradient};
+use kernels::strided::{Axis, Loops};
+use kernels::{Element, ListedKernel, Queue, embedding, loss, mask};
 
 const ARCHITECTURES: [u32; 3] = [80, 90, 100];
 /// Tokens of the kernels that are compiled; nothing but the number of cubes depends on it.
@@ -24,14 +29,12 @@ const TOKENS: usize = 2048;
 
 /// Kernels whose time is that of the memory they move, in vectors.
 fn moves_memory(kernel: &str) -> bool {
-    !matches!(kernel, "sum_kernel" | "rescale_kernel" | "losses_kernel")
+    !matches!(kernel, "sum_kernel" | "rescale_kernel" | "losses_kernel" | "pick_kernel" | "product_kernel")
 }
 
 fn toolkit() -> Toolkit {
     let folder = env::var_os("PLANWRIGHT_CUDA").map(PathBuf::from);
-    let folder = folder.expect("PLANWRIGHT_CUDA names the folder of the CUDA packages");
-    let includes = ["cuda_runtime/include", "cuda_cccl/include"].map(|part| folder.join(part));
-    Toolkit { includes: includes.into(), ptxas: folder.join("cuda_nvcc/bin/ptxas") }
+    Toolkit::in_packages(&folder.expect("PLANWRIGHT_CUDA names the folder of the CUDA packages"))
 }
 
 /// Kernels of a model's layers, by the width of its residual stream.
@@ -106,13 +109,70 @@ fn send_other_kernels(queue: &Queue, element: Element) {
     sum_of_squares(queue, &queue.buffer(1 << 20, element), &queue.buffer(1, Element::Single), false);
 }
 
+/// Products without matrix instructions: forward, gradient of the input, gradient of the weight into fp32.
+fn send_products(queue: &Queue, element: Element) {
+    let (width, wide) = (768, 3072);
+    let [x, y, weight] = [TOKENS * width, TOKENS * wide, width * wide].map(|length| queue.buffer(length, element));
+    let gradient = queue.buffer(width * wide, Element::Single);
+    let axis = |extent: usize, strides: [usize; 3]| Axis { extent, strides };
+    let none = Loops::new(&[]);
+    let product =
+        |rows: Axis, columns: Axis, summed: Axis| Products { rows, columns, summed, outer: none, inner: none };
+    let forward = product(axis(TOKENS, [width, 0, wide]), axis(wide, [0, 1, 1]), axis(width, [1, wide, 0]));
+    products(queue, &forward, [&x, &weight], &y, false);
+    let of_input = product(axis(TOKENS, [wide, 0, width]), axis(width, [0, wide, 1]), axis(wide, [1, 1, 0]));
+    products(queue, &of_input, [&y, &weight], &x, false);
+    let of_weight = product(axis(width, [1, 0, wide]), axis(wide, [0, 1, 1]), axis(TOKENS, [width, wide, 0]));
+    products(queue, &of_weight, [&x, &y], &gradient, true);
+}
+
+/// Operators that stand alone in programs.
+fn send_plain_kernels(queue: &Queue, element: Element) {
+    let columns = 768;
+    let rows = |element: Element| queue.buffer(TOKENS * columns, element);
+    for f in [Unary::Scale, Unary::Exp, Unary::Log, Unary::Gelu, Unary::Silu] {
+        unary(queue, f, 0.5, &rows(element), &rows(element), false);
+    }
+    unary(queue, Unary::Copy, 1.0, &rows(element), &rows(Element::Single), true);
+    unary(queue, Unary::Copy, 1.0, &rows(Element::Single), &rows(element), false);
+    fill(queue, 0.0, &rows(element));
+    copy(queue, &rows(element), &rows(element));
+    copy_part(queue, 1024, (&rows(element), 2048), (&rows(element), 0));
+    let axis = |extent: usize, strides: [usize; 3]| Axis { extent, strides };
+    let same = Loops::new(&[axis(TOKENS * columns, [1, 1, 1])]);
+    for f in
+        [Binary::Add, Binary::Subtract, Binary::Multiply, Binary::Divide, Binary::GeluGradient, Binary::SiluGradient]
+    {
+        binary(queue, f, &same, [&rows(element), &rows(element)], &rows(element));
+    }
+    let row = Loops::new(&[axis(TOKENS, [columns, 0, columns]), axis(columns, [1, 1, 1])]);
+    binary(queue, Binary::Add, &row, [&rows(element), &queue.buffer(columns, element)], &rows(element));
+    let column = Loops::new(&[axis(TOKENS, [columns, 1, columns]), axis(columns, [1, 0, 1])]);
+    binary(queue, Binary::Subtract, &column, [&rows(element), &queue.buffer(TOKENS, element)], &rows(element));
+    let (kept, folded) = (Loops::new(&[axis(columns, [1, 1, 0])]), Loops::new(&[axis(TOKENS, [columns, 0, 0])]));
+    reduce(queue, Fold::Sum, [&kept, &folded], &rows(element), &queue.buffer(columns, Element::Single), true);
+    let (kept, folded) = (Loops::new(&[axis(TOKENS, [columns, 1, 0])]), Loops::new(&[axis(columns, [1, 0, 0])]));
+    for fold in [Fold::Sum, Fold::Maximum] {
+        reduce(queue, fold, [&kept, &folded], &rows(element), &queue.buffer(TOKENS, element), false);
+    }
+    let ids = queue.buffer(TOKENS, Element::Index);
+    mask::mask_columns(queue, columns, 700, &rows(element), &rows(element));
+    mask::pick(queue, columns, [&rows(element), &ids], 0, &queue.buffer(TOKENS, element));
+    mask::pick_gradient(queue, columns, [&ids, &queue.buffer(1, element)], 0, &rows(element));
+    let scores = Scores { heads: 2, positions: 64, keys: 1024 };
+    let (all, slopes) = (|| queue.buffer(2 * 64 * 1024, element), queue.buffer(2, Element::Single));
+    mask::scale_mask(queue, &scores, 0.125, f32::MIN, [&all(), &slopes], &all());
+    softmax(queue, &scores, &all(), &all());
+    softmax_gradient(queue, &scores, [&all(), &all()], &all());
+}
+
 /// Kernels of one architecture with what they were made for.
 fn kernels(architecture: u32) -> Vec<(String, ListedKernel)> {
     let mut kernels: Vec<(String, ListedKernel)> = Vec::new();
     let mut take = |what: String, send: &dyn Fn(&Queue)| {
         let list = list(architecture);
         send(&Queue::List(&list));
-        kernels.extend(list.into_kernels().into_iter().map(|kernel| (what.clone(), kernel)));
+        kernels.extend(list.take_kernels().into_iter().map(|kernel| (what.clone(), kernel)));
     };
     for (element, name) in [(Element::Single, "fp32"), (Element::Brain, "bf16")] {
         for columns in [768, 1600, 4096, 8192, 14_336] {
@@ -125,6 +185,8 @@ fn kernels(architecture: u32) -> Vec<(String, ListedKernel)> {
             take(format!("{name}, heads of {width}"), &|queue| send_attention_kernels(queue, element, width));
         }
         take(name.to_owned(), &|queue| send_other_kernels(queue, element));
+        take(format!("{name}, products"), &|queue| send_products(queue, element));
+        take(format!("{name}, alone"), &|queue| send_plain_kernels(queue, element));
     }
     kernels
 }

@@ -33,22 +33,32 @@ fn copy_kernel<F: Numeric, N: Size>(x: &[Vector<F, N>], y: &mut [Vector<F, N>], 
 pub fn copy_part(queue: &Queue, length: usize, (x, from): (&Buffer, usize), (y, to): (&Buffer, usize)) {
     assert!(from + length <= x.length && to + length <= y.length, "parts lie inside their buffers");
     y.expect(y.length, x.element);
+    let widths = [length, from, to, x.length, y.length].map(|count| x.element.width(count));
+    let width = widths.into_iter().min().unwrap_or(1);
     send!(
         queue,
         copy_part_kernel,
-        cubes_for(length, UNITS),
+        cubes_for(length / width, UNITS),
         UNITS,
-        x.argument(1),
-        y.argument(1),
-        length as u32,
-        from as u32,
-        to as u32,
+        width,
+        x.argument(width),
+        y.argument(width),
+        (length / width) as u32,
+        (from / width) as u32,
+        (to / width) as u32,
         x.element.kind()
     );
 }
 
 #[cube(launch_unchecked, create_dummy_kernel)]
-fn copy_part_kernel<F: Float>(x: &[F], y: &mut [F], length: u32, from: u32, to: u32, #[define(F)] _element: ElemType) {
+fn copy_part_kernel<F: Float, N: Size>(
+    x: &[Vector<F, N>],
+    y: &mut [Vector<F, N>],
+    length: u32,
+    from: u32,
+    to: u32,
+    #[define(F)] _element: ElemType,
+) {
     let mut at = ABSOLUTE_POS;
     while at < length as usize {
         y[at + to as usize] = x[at + from as usize];

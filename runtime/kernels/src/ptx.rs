@@ -1,7 +1,7 @@
 //! Machine code of kernels for NVIDIA GPUs, made where there is none: CUDA C++, PTX by NVRTC, and ptxas on that.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use cubecl::features::Plane;
@@ -44,6 +44,17 @@ pub struct Code {
     pub needed: Registers,
 }
 
+/// A kernel in the languages that compilers pass on.
+#[derive(Clone, Debug)]
+pub struct Written {
+    /// CUDA C++.
+    pub source: String,
+    /// PTX.
+    pub ptx: String,
+    /// Bytes of shared memory of a cube.
+    pub shared_memory: usize,
+}
+
 /// What a unit uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Registers {
@@ -70,6 +81,14 @@ pub enum CodeError {
     Assembler(&'static str, String),
 }
 
+impl Toolkit {
+    /// That of the packages of NVIDIA in a folder.
+    pub fn in_packages(folder: &Path) -> Toolkit {
+        let includes = ["cuda_runtime/include", "cuda_cccl/include"].map(|part| folder.join(part));
+        Toolkit { includes: includes.into(), ptxas: folder.join("cuda_nvcc/bin/ptxas") }
+    }
+}
+
 /// An empty list for a GPU of an architecture: 80, 90 or 100.
 pub fn list(architecture: u32) -> KernelList {
     KernelList::new(properties(architecture), target())
@@ -83,6 +102,25 @@ pub fn list(architecture: u32) -> KernelList {
 /// # Panics
 /// If there is no NVRTC.
 pub fn compile(kernel: &ListedKernel, architecture: u32, toolkit: &Toolkit) -> Result<Code, CodeError> {
+    let Written { source, shared_memory, ptx } = write(kernel, architecture, toolkit)?;
+    let alone = ptx.replace(".maxntid", ".minnctapersm 1\n.maxntid");
+    Ok(Code {
+        shared_memory,
+        assembled: assemble(kernel.name, &ptx, architecture, toolkit)?,
+        needed: assemble(kernel.name, &alone, architecture, toolkit)?,
+        source,
+        ptx,
+    })
+}
+
+/// A kernel for an architecture as a GPU's driver would be given it.
+///
+/// # Errors
+/// Where one of the compilers refuses the kernel.
+///
+/// # Panics
+/// If there is no NVRTC.
+pub fn write(kernel: &ListedKernel, architecture: u32, toolkit: &Toolkit) -> Result<Written, CodeError> {
     let name = kernel.name;
     let mut definition = define_kernel(&*kernel.kernel).map_err(|error| CodeError::Source(name, Box::new(error)))?;
     // As it is launched: lists hold kernels in the checked form.
@@ -98,14 +136,7 @@ pub fn compile(kernel: &ListedKernel, architecture: u32, toolkit: &Toolkit) -> R
     let ptx = compile_ptx_with_opts(&written.source, options)
         .map_err(|error| CodeError::Ptx(name, Box::new(error)))?
         .to_src();
-    let alone = ptx.replace(".maxntid", ".minnctapersm 1\n.maxntid");
-    Ok(Code {
-        shared_memory: written.shared_memory_size,
-        assembled: assemble(name, &ptx, architecture, toolkit)?,
-        needed: assemble(name, &alone, architecture, toolkit)?,
-        source: written.source,
-        ptx,
-    })
+    Ok(Written { shared_memory: written.shared_memory_size, source: written.source, ptx })
 }
 
 /// What ptxas says of a kernel.

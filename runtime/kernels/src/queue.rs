@@ -1,7 +1,6 @@
 //! Where kernels are sent: to a device, or into a list of kernels to compile.
 
-use std::cell::RefCell;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use cubecl::client::Client;
 use cubecl::ir::{DeviceProperties, ElemType, FloatKind, TargetProperties, UIntKind};
@@ -53,7 +52,7 @@ pub enum Queue<'a> {
 pub struct KernelList {
     properties: Arc<DeviceProperties>,
     target: Arc<TargetProperties>,
-    kernels: RefCell<Vec<ListedKernel>>,
+    kernels: Mutex<Vec<ListedKernel>>,
 }
 
 /// A kernel of a list.
@@ -218,12 +217,16 @@ impl Queue<'_> {
 impl KernelList {
     /// An empty list for a device.
     pub fn new(properties: DeviceProperties, target: TargetProperties) -> KernelList {
-        KernelList { properties: Arc::new(properties), target: Arc::new(target), kernels: RefCell::default() }
+        KernelList { properties: Arc::new(properties), target: Arc::new(target), kernels: Mutex::default() }
     }
 
-    /// The kernels, in the order in which they were sent.
-    pub fn into_kernels(self) -> Vec<ListedKernel> {
-        self.kernels.into_inner()
+    /// Takes the kernels out, in the order in which they were sent.
+    pub fn take_kernels(&self) -> Vec<ListedKernel> {
+        std::mem::take(&mut self.kernels())
+    }
+
+    fn kernels(&self) -> MutexGuard<'_, Vec<ListedKernel>> {
+        self.kernels.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
     pub(crate) fn properties(&self) -> Arc<DeviceProperties> {
@@ -235,7 +238,14 @@ impl KernelList {
     }
 
     pub(crate) fn add(&self, name: &'static str, units: u32, kernel: Box<dyn CubeKernel>) {
-        self.kernels.borrow_mut().push(ListedKernel { name, units, kernel });
+        self.kernels().push(ListedKernel { name, units, kernel });
+    }
+}
+
+impl ListedKernel {
+    /// What tells kernels apart, as text: kernels of one text have one code.
+    pub fn identity(&self) -> String {
+        format!("{:?}", self.kernel.id())
     }
 }
 

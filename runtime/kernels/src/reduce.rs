@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use crate::queue::{BUSY, send};
 use crate::strided::{Axis, Loops, place_of};
-use crate::sums::{add_strips, largest_of_cube, strips, sum_of_cube};
+use crate::sums::{add_strips, largest_lane, largest_of_cube, strips, sum_of_cube, sum_of_lanes};
 use crate::{Buffer, Element, Queue};
 
 /// The most units of a cube.
@@ -38,19 +38,21 @@ pub fn reduce(queue: &Queue, fold: Fold, [kept, folded]: [&Loops; 2], x: &Buffer
     if are_rows && folded.rounds() > 1 && columns.extent > 1 {
         return sum_rows(queue, x, columns.extent, y, accumulate);
     }
+    let (width, kept, folded) = in_vectors(x, kept, folded);
     let units = queue.units_for(folded.rounds(), MOST_UNITS);
     send!(
         queue,
         reduce_kernel,
         CubeCount::Static(kept.rounds().min(MOST_CUBES) as u32, 1, 1),
         units as u32,
-        x.argument(1),
+        width,
+        x.argument(width),
         y.argument(1),
         kept.rounds() as u32,
         folded.rounds() as u32,
         fold,
-        *kept,
-        *folded,
+        kept,
+        folded,
         units as u32,
         queue.has_planes(),
         accumulate,
@@ -59,9 +61,21 @@ pub fn reduce(queue: &Queue, fold: Fold, [kept, folded]: [&Loops; 2], x: &Buffer
     );
 }
 
+/// Loops that read `x` in vectors, and how many elements these have: one where what is folded last does not lie in
+/// rows.
+fn in_vectors(x: &Buffer, kept: &Loops, folded: &Loops) -> (usize, Loops, Loops) {
+    let Axis { extent, strides } = folded.innermost();
+    let most = if strides[0] == 1 { x.element.width(extent).min(x.element.width(x.length)) } else { 1 };
+    let found = [8, 4, 2].into_iter().filter(|width| *width <= most).find_map(|width| {
+        let folded = folded.in_vectors(width, [true, false, false])?;
+        Some((width, kept.over_vectors(width, 0)?, folded))
+    });
+    found.unwrap_or((1, *kept, *folded))
+}
+
 #[cube(launch_unchecked, create_dummy_kernel)]
-fn reduce_kernel<F: Float, G: Float>(
-    x: &[F],
+fn reduce_kernel<F: Float, G: Float, N: Size>(
+    x: &[Vector<F, N>],
     y: &mut [G],
     results: u32,
     rounds: u32,
@@ -77,24 +91,24 @@ fn reduce_kernel<F: Float, G: Float>(
     let mut result = CUBE_POS as u32;
     while result < results {
         let start = place_of(result as usize, kept, 0usize);
-        let mut own = 0.0f32;
+        let mut own = Vector::<f32, N>::new(0.0);
         if comptime!(fold == Fold::Maximum) {
-            own = f32::MIN;
+            own = Vector::new(f32::MIN);
         }
         let mut round = UNIT_POS;
         while round < rounds {
-            let number = f32::cast_from(x[start + place_of(round as usize, folded, 0usize)]);
+            let numbers = Vector::<f32, N>::cast_from(x[start + place_of(round as usize, folded, 0usize)]);
             if comptime!(fold == Fold::Sum) {
-                own += number;
+                own += numbers;
             } else {
-                own = max(own, number);
+                own = own.max(numbers);
             }
             round += units;
         }
         let mut all = if comptime!(fold == Fold::Sum) {
-            sum_of_cube(own, units, planes)
+            sum_of_cube(sum_of_lanes::<N>(own), units, planes)
         } else {
-            largest_of_cube(own, units, planes)
+            largest_of_cube(largest_lane::<N>(own), units, planes)
         };
         if UNIT_POS == 0 {
             let at = place_of(result as usize, kept, 1usize);

@@ -80,6 +80,18 @@ impl Loops {
         (self.count > 0 || width == 1).then_some(loops)
     }
 
+    /// The loops over a tensor that is read in vectors, with its strides counted in these; none if one is no multiple.
+    pub(crate) fn over_vectors(&self, width: usize, of: usize) -> Option<Loops> {
+        let mut loops = *self;
+        for stride in loops.axes[..self.count].iter_mut().map(|axis| &mut axis.strides[of]) {
+            if !stride.is_multiple_of(width) {
+                return None;
+            }
+            *stride /= width;
+        }
+        Some(loops)
+    }
+
     fn last(&mut self) -> Option<&mut Axis> {
         self.axes[..self.count].last_mut()
     }
