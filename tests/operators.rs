@@ -213,6 +213,10 @@ fn contractions() {
     let head = vec![(Vocabulary, 17), (Hidden, 13)];
     let wide = |width| vec![(MicroBatch, 3), (Sequence, 7), (Intermediate, width)];
     let up = vec![(Hidden, 13), (Intermediate, 65)];
+    // Long enough for the matrix products of a library on devices.
+    let long = |dim, width| vec![(MicroBatch, 3), (Sequence, 17), (dim, width)];
+    let long_up = vec![(Hidden, 40), (Intermediate, 56)];
+    let long_head = vec![(Vocabulary, 48), (Hidden, 40)];
     let rows: Vec<(&str, Dims, Dims, Dims)> = vec![
         ("projection by head", activations(13), query_weight.clone(), by_head(4)),
         ("its input gradient", by_head(4), query_weight.clone(), activations(13)),
@@ -238,6 +242,12 @@ fn contractions() {
             vec![(Hidden, 6), (Intermediate, 1)],
             vec![(MicroBatch, 1), (Sequence, 1), (Intermediate, 1)],
         ),
+        ("long up", long(Hidden, 40), long_up.clone(), long(Intermediate, 56)),
+        ("long up's input gradient", long(Intermediate, 56), long_up.clone(), long(Hidden, 40)),
+        ("long up's weight gradient", long(Hidden, 40), long(Intermediate, 56), long_up),
+        ("long logits", long(Hidden, 40), long_head.clone(), long(Vocabulary, 48)),
+        ("long logits' input gradient", long(Vocabulary, 48), long_head.clone(), long(Hidden, 40)),
+        ("long logits' weight gradient", long(Hidden, 40), long(Vocabulary, 48), long_head),
     ];
     for (name, a, b, result) in rows {
         check_all(vec![case(name, Op::Contraction, vec![Numbers(a.clone()), Numbers(b.clone())], result.clone())]);
@@ -257,6 +267,8 @@ fn accumulates(name: &str, a: Dims, b: Dims, result: Dims) {
         let case = case("", Op::Contraction, vec![], result.clone());
         let twice: Vec<f64> = expected(&case, &operands).iter().map(|x| 2.0 * x).collect();
         close(name, &into.to_numbers(), &twice, Format::Single);
+        #[cfg(feature = "wgpu")]
+        device::accumulates(name, &operands, &result, &twice);
     }
 }
 

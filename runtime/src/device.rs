@@ -5,38 +5,59 @@
 //! computes nothing and only notes when each tensor begins and ends. Later passes take the same places in the same
 //! order. Kernels are queued; the host waits for the device only where it reads numbers.
 
+mod driver;
 mod lives;
 mod operators;
-mod product;
+pub(crate) mod product;
 mod update;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use cubecl::bytes::Bytes;
 use cubecl::client::Client;
+use cubecl::future::block_on;
 use cubecl::server::Handle;
 use ir::error::Problem;
-use kernels::{Buffer, Element, Queue};
+use ir::units::Bytes;
+use kernels::{Buffer, Element, KernelList, ListedKernel, Queue};
 
 use crate::Error;
 use crate::tensor::{Format, StepKind};
 
+pub use driver::{Driver, Found};
 use lives::{Layout, Lives};
+use product::Matrices;
 
 pub(crate) use operators::{
     accumulate, accumulate_contraction, accumulate_lookup, apply, apply_two, are_one_kernel, attention_gradients,
 };
 pub(crate) use update::adamw;
 
+/// Bytes of the largest tensor: kernels count elements in 32 bits.
+const LARGEST_TENSOR: usize = 1 << 33;
+
+/// Bytes at whose multiples tensors of listed kernels begin: as on NVIDIA's GPUs.
+const LISTED_ALIGNMENT: usize = 512;
+
 /// A device with the memory of one rank; clones are the same device.
 #[derive(Clone)]
 pub struct Device(Arc<Inner>);
 
 struct Inner {
-    client: Client,
+    kernels: Kernels,
     memory: Mutex<Arena>,
     constants: Mutex<BTreeMap<Constant, Buffer>>,
+    /// Products that cubek was tried on, and whether they came out right.
+    tried: Mutex<HashMap<Matrices, bool>>,
+}
+
+/// What becomes of kernels.
+enum Kernels {
+    /// A device runs them.
+    Run(Client),
+    /// They are listed; all numbers that the host reads are zeros.
+    Listed(KernelList),
 }
 
 /// Numbers that operators need and that stay the same: which, and how they were made.
@@ -54,6 +75,8 @@ struct Arena {
     alignment: usize,
     /// Bytes of what lives between steps.
     state: usize,
+    /// Bytes of the largest tensor of it.
+    largest: usize,
     /// What was written to state before there was memory.
     written: Vec<(usize, Vec<u8>)>,
     memory: Option<(Handle, usize)>,
@@ -86,16 +109,31 @@ impl Device {
     /// The device of a client; the seam for every driver of cubecl.
     pub fn new(client: Client) -> Device {
         let alignment = (client.properties().memory.alignment as usize).max(16);
+        Device::of(Kernels::Run(client), alignment)
+    }
+
+    /// A device that runs nothing and lists the kernels that it would run.
+    pub fn listing(list: KernelList) -> Device {
+        Device::of(Kernels::Listed(list), LISTED_ALIGNMENT)
+    }
+
+    fn of(kernels: Kernels, alignment: usize) -> Device {
         let memory = Arena {
             alignment,
             state: 0,
+            largest: 0,
             written: Vec::new(),
             memory: None,
             layouts: BTreeMap::new(),
             mode: Mode::Idle,
             poisons: false,
         };
-        Device(Arc::new(Inner { client, memory: Mutex::new(memory), constants: Mutex::default() }))
+        Device(Arc::new(Inner {
+            kernels,
+            memory: Mutex::new(memory),
+            constants: Mutex::default(),
+            tried: Mutex::default(),
+        }))
     }
 
     /// The device behind whatever Vulkan driver there is.
@@ -104,17 +142,35 @@ impl Device {
     /// A host without one.
     #[cfg(feature = "wgpu")]
     pub fn wgpu() -> Result<Device, Problem> {
-        vulkan_client("this host").map(Device::new)
+        let found = Driver::Wgpu.find("this host", "leave this out")?;
+        found[0].open("this host").map(Device::new)
     }
 
     /// The same device with memory of its own, as for another rank.
+    ///
+    /// # Panics
+    /// If it lists its kernels.
     pub fn anew(&self) -> Device {
-        Device::new(self.0.client.clone())
+        match &self.0.kernels {
+            Kernels::Run(client) => Device::new(client.clone()),
+            Kernels::Listed(_) => panic!("a list is of one rank"),
+        }
     }
 
     /// Whether the device computes with a number format.
     pub fn has(&self, format: Format) -> bool {
-        self.0.client.properties().supports_type(element_of(format).kind())
+        match &self.0.kernels {
+            Kernels::Run(client) => client.properties().supports_type(element_of(format).kind()),
+            Kernels::Listed(_) => true,
+        }
+    }
+
+    /// Takes the kernels of a list that were sent so far; none of a device that runs them.
+    pub fn take_kernels(&self) -> Vec<ListedKernel> {
+        match &self.0.kernels {
+            Kernels::Run(_) => Vec::new(),
+            Kernels::Listed(list) => list.take_kernels(),
+        }
     }
 
     /// Bytes of the one allocation; 0 before the first step.
@@ -134,36 +190,81 @@ impl Device {
         let known = layout.is_some();
         arena.mode = layout.map_or_else(|| Mode::Tracing(Lives::default()), |layout| Mode::Running(layout, 0));
         if let Some((_, bytes)) = arena.memory.as_ref().filter(|_| known && arena.poisons) {
-            let words = (bytes - arena.state) / Element::Single.bytes();
-            kernels::elementwise::fill(&self.queue(), f32::NAN, &arena.view(arena.state, words, Element::Single));
+            for (start, words) in parts(bytes - arena.state) {
+                let values = arena.view(arena.state + start, words, Element::Single);
+                kernels::elementwise::fill(&self.queue(), f32::NAN, &values);
+            }
         }
         known
     }
 
     /// Ends a first pass: lays its tensors out, and makes or enlarges the allocation.
-    pub(crate) fn lay_out(&self, kind: StepKind, micro_batches: usize) {
+    ///
+    /// # Errors
+    /// A device with too little memory, or tensors too large for kernels.
+    pub(crate) fn lay_out(&self, kind: StepKind, micro_batches: usize) -> Result<(), Problem> {
         let mut arena = self.arena();
         let Mode::Tracing(lives) = std::mem::replace(&mut arena.mode, Mode::Idle) else {
             unreachable!("a first pass was begun")
         };
         let layout = lives.layout(arena.alignment);
+        let largest = layout.places.iter().map(|(_, bytes)| *bytes).max().unwrap_or(0).max(arena.largest);
+        if largest > LARGEST_TENSOR {
+            let what = format!("a tensor of {} is too large for the kernels", Bytes(largest as u64));
+            let help =
+                format!("plan with smaller micro-batches or more ranks: {} is the most", Bytes(LARGEST_TENSOR as u64));
+            return Err(Problem::new(what, "a rank's device", help));
+        }
         let needed = (arena.state + layout.size).max(arena.alignment);
         arena.layouts.insert((kind, micro_batches), Arc::new(layout));
-        if arena.memory.as_ref().is_none_or(|(_, bytes)| *bytes < needed) {
-            let before = arena.memory.take();
-            arena.memory = Some((self.0.client.empty(needed), needed));
-            let state = arena.state / Element::Index.bytes();
-            if before.is_none() && state > 0 {
-                kernels::elementwise::fill(&self.queue(), 0.0, &arena.view(0, state, Element::Single));
+        if arena.memory.as_ref().is_some_and(|(_, bytes)| *bytes >= needed) {
+            return Ok(());
+        }
+        let before = arena.memory.replace((self.allocate(needed)?, needed));
+        for (start, words) in parts(arena.state) {
+            let new = arena.view(start, words, Element::Index);
+            match &before {
+                Some((handle, bytes)) => {
+                    kernels::copy::copy(&self.queue(), &view(handle, *bytes, start, words, Element::Index), &new);
+                }
+                None => kernels::elementwise::fill(&self.queue(), 0.0, &Buffer { element: Element::Single, ..new }),
             }
-            if let Some((handle, bytes)) = before.filter(|_| state > 0) {
-                let end = (bytes - arena.state) as u64;
-                let old = Buffer { handle: handle.offset_end(end), length: state, element: Element::Index };
-                kernels::copy::copy(&self.queue(), &old, &arena.view(0, state, Element::Index));
-            }
-            for (start, bytes) in std::mem::take(&mut arena.written) {
-                let buffer = arena.view(start, bytes.len().div_ceil(4), Element::Index);
-                self.0.client.write(&buffer.handle, Bytes::from_bytes_vec(bytes));
+        }
+        for (start, bytes) in std::mem::take(&mut arena.written) {
+            let buffer = arena.view(start, bytes.len().div_ceil(4), Element::Index);
+            self.upload(&buffer, bytes);
+        }
+        Ok(())
+    }
+
+    fn upload(&self, buffer: &Buffer, bytes: Vec<u8>) {
+        if let Kernels::Run(client) = &self.0.kernels {
+            client.write(&buffer.handle, cubecl::bytes::Bytes::from_bytes_vec(bytes));
+        }
+    }
+
+    /// Memory of the device that is no part of its pool: cubecl's pool sizes its pages by the largest allocation, and
+    /// gives no more than a part of the device at once.
+    fn allocate(&self, bytes: usize) -> Result<Handle, Problem> {
+        let refuse = |what: String| {
+            let help = "plan with smaller micro-batches, more recomputation or more ranks, or end what else uses the \
+                        device";
+            Problem::new(what, "a rank's device", help)
+        };
+        let client = match &self.0.kernels {
+            Kernels::Run(client) => client,
+            Kernels::Listed(_) => return Ok(self.queue().buffer(bytes / 4, Element::Single).handle),
+        };
+        let (properties, wanted) = (&client.properties().memory, Bytes(bytes as u64));
+        let most = properties.max_memory().unwrap_or(properties.max_page_size);
+        if bytes as u64 > most {
+            return Err(refuse(format!("the step needs {wanted} of a device that gives {} at most", Bytes(most))));
+        }
+        let handle = client.memory_dedicated_allocation((), |()| client.empty(bytes));
+        match block_on(client.sync_buffers([&handle])) {
+            Ok(()) => Ok(handle),
+            Err(error) => {
+                Err(refuse(format!("the step needs {wanted}, and the device does not give it: {}", said(&error))))
             }
         }
     }
@@ -179,7 +280,10 @@ impl Device {
     }
 
     pub(crate) fn queue(&self) -> Queue<'_> {
-        Queue::Device(&self.0.client)
+        match &self.0.kernels {
+            Kernels::Run(client) => Queue::Device(client),
+            Kernels::Listed(list) => Queue::List(list),
+        }
     }
 
     /// A place for a tensor that begins.
@@ -190,6 +294,7 @@ impl Device {
         let (start, traced) = match &mut arena.mode {
             Mode::Idle => {
                 arena.state += bytes.max(1).next_multiple_of(alignment);
+                arena.largest = arena.largest.max(bytes);
                 (state, None)
             }
             Mode::Tracing(lives) => (0, Some(lives.begin(bytes.max(1)))),
@@ -209,16 +314,48 @@ impl Device {
         constants.entry(which).or_insert_with(|| self.queue().numbers(&numbers())).clone()
     }
 
+    /// Whether `attempt` at a product comes out right, which is found out when it is first asked; never where kernels are
+    /// listed.
+    pub(crate) fn has_tried(
+        &self,
+        matrices: Matrices,
+        attempt: impl FnOnce(&Client, &Matrices) -> Result<(), String>,
+    ) -> bool {
+        let Kernels::Run(client) = &self.0.kernels else { return false };
+        let mut tried = self.0.tried.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        *tried.entry(matrices).or_insert_with(|| {
+            let ended = catch_unwind(AssertUnwindSafe(|| attempt(client, &matrices)));
+            let wrong = ended.unwrap_or_else(|_| Err("it panicked".to_owned())).err();
+            if let Some(wrong) = &wrong {
+                eprintln!("products {matrices:?} are computed by tiles of our own: {wrong}");
+            }
+            wrong.is_none()
+        })
+    }
+
+    /// Waits for the kernels that were queued.
+    ///
+    /// # Errors
+    /// A device that failed.
+    pub(crate) fn wait(&self) -> Result<(), Error> {
+        match &self.0.kernels {
+            Kernels::Run(client) => block_on(client.sync()).map_err(|error| failed(&error)),
+            Kernels::Listed(_) => Ok(()),
+        }
+    }
+
     /// Bytes of a buffer; waits for the kernels that were queued before.
     ///
     /// # Errors
     /// A kernel that failed.
     pub(crate) fn read(&self, buffer: &Buffer) -> Result<Vec<u8>, Error> {
-        let bytes = self.0.client.read_one(buffer.handle.clone()).map_err(|error| {
-            let help = "this is a fault of the program or of the device's driver";
-            Error::Device(Problem::new(format!("the device failed: {error:?}"), "a kernel of this step", help))
-        })?;
-        Ok(bytes[..buffer.length * buffer.element.bytes()].to_vec())
+        let length = buffer.length * buffer.element.bytes();
+        let client = match &self.0.kernels {
+            Kernels::Run(client) => client,
+            Kernels::Listed(_) => return Ok(vec![0; length]),
+        };
+        let bytes = client.read_one(buffer.handle.clone()).map_err(|error| failed(&error))?;
+        Ok(bytes[..length].to_vec())
     }
 
     fn arena(&self) -> MutexGuard<'_, Arena> {
@@ -229,10 +366,35 @@ impl Device {
 impl Arena {
     fn view(&self, start: usize, length: usize, element: Element) -> Buffer {
         let (handle, all) = self.memory.as_ref().expect("memory is made before the first kernel");
-        let end = all - start - length.max(1) * element.bytes();
-        let handle = handle.clone().offset_start(start as u64).offset_end(end as u64);
-        Buffer { handle, length, element }
+        view(handle, *all, start, length, element)
     }
+}
+
+/// A part of an allocation of `all` bytes.
+fn view(handle: &Handle, all: usize, start: usize, length: usize, element: Element) -> Buffer {
+    let end = all - start - length.max(1) * element.bytes();
+    let handle = handle.clone().offset_start(start as u64).offset_end(end as u64);
+    Buffer { handle, length, element }
+}
+
+/// Neighbouring parts of so many bytes, none too large for kernels: their first bytes and their words.
+fn parts(bytes: usize) -> impl Iterator<Item = (usize, usize)> {
+    let part = LARGEST_TENSOR / 2;
+    (0..bytes).step_by(part).map(move |start| (start, (bytes - start).min(part) / Element::Index.bytes()))
+}
+
+fn failed(error: &impl std::fmt::Display) -> Error {
+    let help = "out of memory, plan with smaller micro-batches or more ranks; else it is a fault of the program or of the \
+                device's driver";
+    Error::Device(Problem::new(format!("the device failed: {}", said(error)), "a kernel of this step", help))
+}
+
+/// What the device says, without how the program came there.
+fn said(error: &impl std::fmt::Display) -> String {
+    let text = error.to_string();
+    let lines =
+        text.lines().map(str::trim).take_while(|line| !line.starts_with("Backtrace") && !line.starts_with("0:"));
+    lines.filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" ")
 }
 
 impl Place {
@@ -265,7 +427,7 @@ impl Place {
             (_, Some(_)) => {
                 let buffer = arena.view(self.start, bytes.len() / 4, Element::Index);
                 drop(arena);
-                self.device.0.client.write(&buffer.handle, Bytes::from_bytes_vec(bytes));
+                self.device.upload(&buffer, bytes);
             }
         }
     }
@@ -283,19 +445,6 @@ impl std::fmt::Debug for Device {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Device").field("allocated_bytes", &self.allocated_bytes()).finish_non_exhaustive()
     }
-}
-
-/// The client of whatever Vulkan driver there is. `location` is what asked for it.
-///
-/// # Errors
-/// A host without one.
-#[cfg(feature = "wgpu")]
-pub(crate) fn vulkan_client(location: &str) -> Result<Client, Problem> {
-    if !cubecl::Device::enumerate_all().iter().any(|device| matches!(device, cubecl::Device::Wgpu(_))) {
-        let help = "install one: Debian's mesa-vulkan-drivers and libvulkan1 run on processor cores";
-        return Err(Problem::new("there is no Vulkan driver with a device on this host", location, help));
-    }
-    Ok(cubecl::Device::Wgpu(cubecl::wgpu::WgpuDevice::default()).client())
 }
 
 fn element_of(format: Format) -> Element {

@@ -189,7 +189,7 @@ impl<'a> Executor<'a> {
         if !self.memory.enter(kind, input.tokens.len()) {
             self.run_passes(&passes, input, kind)?;
             self.parameters.values_mut().for_each(|held| held.accumulated = false);
-            self.memory.lay_out(kind, input.tokens.len());
+            self.memory.lay_out(kind, input.tokens.len())?;
             self.memory.enter(kind, input.tokens.len());
             self.clock = Clock::start();
         }

@@ -1,5 +1,6 @@
 //! A run of a plan on one rank: weights, data, steps, log.
 
+mod limits;
 mod terms;
 
 use std::path::{Path, PathBuf};
@@ -12,6 +13,7 @@ use ir::graph::DimName;
 use ir::mesh::Rank;
 use ir::plan::Plan;
 use ir::program::{Parameter, Program};
+use ir::units::Bytes;
 
 use crate::Error;
 use crate::communicator::{Group, Options, Reduction, Transport, World};
@@ -29,6 +31,7 @@ use crate::train::{
 };
 use crate::weights::{Checkpoint, DimRange};
 
+use limits::check_device;
 use terms::terms;
 
 /// What to run.
@@ -111,6 +114,7 @@ pub fn prepare_run(plan: &Plan, request: &Request) -> Result<Prepared, Error> {
 /// # Errors
 /// Exit code 2 for ranks that were not started alike, 4 for a lost rank, 5 for numbers that are none.
 pub fn run_rank(plan: &Plan, request: &Request, prepared: &Prepared, launch: &Launch) -> Result<String, Error> {
+    check_device(plan, request)?;
     let options = Options { timeout: request.timeout, transport: request.transport };
     let world = World::connect(launch, &terms(plan, request, prepared), options)?;
     let hosts = launch.world_size.div_ceil(launch.local_size);
@@ -205,7 +209,20 @@ impl<'a> Run<'a> {
                 self.say(&format!("profile written to {}", path.display()));
             }
         }
-        Ok(typical.map_or(String::new(), |typical| comparison(&self.plan.estimate, &typical)))
+        let allocated = self.allocated()?;
+        Ok(typical.map_or(String::new(), |typical| comparison(&self.plan.estimate, &typical, allocated)))
+    }
+
+    /// What the fullest rank's tensors take of its device; none on processor cores.
+    fn allocated(&self) -> Result<Option<Bytes>, Error> {
+        if !self.executor.memory.is_on_device() {
+            return Ok(None);
+        }
+        let mut most = [self.executor.memory.allocated_bytes() as f64];
+        if let Some(all) = &self.all {
+            all.all_reduce(Reduction::Max, &mut most)?;
+        }
+        Ok(Some(Bytes(most[0] as u64)))
     }
 
     /// Prints on rank 0, which speaks for all.

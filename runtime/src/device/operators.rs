@@ -105,7 +105,7 @@ fn launch(device: &Device, op: &Op, operands: &[View], y: &View, place: &Place) 
             embedding::lookup_gradient(queue, &x.buffer, &other.buffer, row_start(&y.dims, place), table);
         }),
         Op::Contraction => {
-            contract(queue, [x.dims_and_buffer(), other.dims_and_buffer()], y.dims_and_buffer(), false);
+            contract(device, [x.dims_and_buffer(), other.dims_and_buffer()], y.dims_and_buffer(), false);
         }
         Op::Norm { kind, epsilon } => {
             let bias = operands.get(2).map(|bias| &bias.buffer);
@@ -195,7 +195,7 @@ pub fn accumulate_contraction(device: &Device, into: &Tensor, a: &Tensor, b: &Te
     if !device.is_tracing() {
         let [a, b, into] = [a, b, into].map(View::of);
         let operands = [a.dims_and_buffer(), b.dims_and_buffer()];
-        contract(&device.queue(), operands, into.dims_and_buffer(), how == Accumulation::Add);
+        contract(device, operands, into.dims_and_buffer(), how == Accumulation::Add);
     }
 }
 

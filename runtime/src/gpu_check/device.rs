@@ -9,6 +9,7 @@ use ir::error::Problem;
 use ir::units::Bytes;
 use kernels::{Buffer, Element, Queue};
 
+pub use crate::device::Driver;
 use crate::tensor::bf16;
 
 /// Time that a round of calls should take at least, in seconds, so that starting them weighs little.
@@ -17,15 +18,6 @@ const ROUND: f64 = 0.02;
 const MOST_CALLS: usize = 1000;
 /// Rounds of which the median counts.
 const ROUNDS: usize = 5;
-
-/// What runs the kernels.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Driver {
-    /// NVIDIA's driver.
-    Cuda,
-    /// Any Vulkan driver: a check of the numbers where there is no GPU.
-    Wgpu,
-}
 
 /// A device.
 pub struct Device {
@@ -48,10 +40,12 @@ impl Device {
     /// # Errors
     /// What is missing: the driver, a card, the compiler of kernels, or the feature that this program was built without.
     pub fn open(driver: Driver, location: &str) -> Result<Device, Problem> {
-        let (client, about) = match driver {
-            Driver::Cuda => open_cuda(location)?,
-            Driver::Wgpu => open_wgpu(location)?,
+        let otherwise = match driver {
+            Driver::Cuda => "check the kernels on a Vulkan driver with `gpu-check --driver wgpu`",
+            Driver::Wgpu => "check those of an NVIDIA GPU with `gpu-check --driver cuda`",
         };
+        let found = &driver.find(location, otherwise)?[0];
+        let (client, about) = (found.open(location)?, found.about.clone());
         let properties = client.properties();
         let name = properties.identity.name.clone();
         let memory = properties.memory.max_memory().map(Bytes);
@@ -138,32 +132,4 @@ impl Device {
         times.sort_by(f64::total_cmp);
         Ok(times[ROUNDS / 2])
     }
-}
-
-#[cfg(feature = "cuda")]
-fn open_cuda(location: &str) -> Result<(Client, String), Problem> {
-    let otherwise = "check the kernels on a Vulkan driver with `gpu-check --driver wgpu`";
-    let cards = crate::cards::find_cards(location, otherwise)?;
-    crate::cards::find_compiler(location)?;
-    let crate::cards::Card { index, capability, driver, .. } = cards[0];
-    let about =
-        format!("compute capability {}.{}, driver of CUDA {}.{}", capability.0, capability.1, driver.0, driver.1);
-    Ok((cubecl::Device::Cuda(burn_cuda::CudaDevice { index }).client(), about))
-}
-
-#[cfg(not(feature = "cuda"))]
-fn open_cuda(location: &str) -> Result<(Client, String), Problem> {
-    let help =
-        "build it with `--features cuda`, or check the kernels on a Vulkan driver with `gpu-check --driver wgpu`";
-    Err(Problem::new("this program was built without its feature `cuda`", location, help))
-}
-
-#[cfg(feature = "wgpu")]
-fn open_wgpu(location: &str) -> Result<(Client, String), Problem> {
-    Ok((crate::device::vulkan_client(location)?, "Vulkan".to_owned()))
-}
-
-#[cfg(not(feature = "wgpu"))]
-fn open_wgpu(location: &str) -> Result<(Client, String), Problem> {
-    Err(Problem::new("this program was built without its feature `wgpu`", location, "build it with `--features wgpu`"))
 }

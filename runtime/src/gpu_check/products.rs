@@ -1,12 +1,7 @@
 //! Rates of what is bound by arithmetic: matrix products of cubek, and attention.
 
-use cubecl::prelude::TensorBinding;
-use cubecl::zspace::{shape, strides};
-use cubek_matmul::definition::{MatmulElems, MatmulGlobalElems};
-use cubek_matmul::launch::launch_ref;
 use cubek_matmul::multi_level;
 use cubek_matmul::strategy::Strategy;
-use cubek_std::InputBinding;
 use kernels::attention::{Attention, attention, attention_gradient};
 use kernels::{Buffer, Element};
 use serde::Serialize;
@@ -14,6 +9,7 @@ use serde::Serialize;
 use super::bandwidth::Time;
 use super::checks::{Checks, held, name};
 use super::device::{Device, Driver};
+use crate::device::product::{self, Matrices};
 
 /// Something bound by arithmetic and its time.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -80,25 +76,12 @@ fn strategies(device: &Device) -> Vec<(&'static str, Strategy)> {
     }
 }
 
-/// c = a · b.
-fn multiply(
-    device: &Device,
-    strategy: &Strategy,
-    [rows, depth, columns]: Shape,
-    of: [&Buffer; 3],
-) -> Result<(), String> {
-    // SAFETY: the buffers are as long as their shapes say.
-    #[allow(unsafe_code)]
-    let binding = |buffer: &Buffer, high: usize, wide: usize| unsafe {
-        assert_eq!(buffer.length, high * wide, "a matrix has its rows and columns");
-        TensorBinding::from_raw_parts(buffer.handle.clone(), strides![wide, 1], shape![high, wide])
-    };
-    let [a, b, c] = of;
-    let kind = a.element.kind();
-    let mut elements = MatmulElems::from_globals(&MatmulGlobalElems { lhs: kind, rhs: kind, out: kind });
-    let [left, right] = [binding(a, rows, depth), binding(b, depth, columns)].map(|it| InputBinding::new(it, kind));
-    launch_ref(strategy, device.client(), left, right, binding(c, rows, columns), &mut elements)
-        .map_err(|error| format!("cubek refuses: {error:?}"))
+/// c = a · b, of whole rows.
+fn multiply(device: &Device, strategy: &Strategy, shape: Shape, of: [&Buffer; 3]) -> Result<(), String> {
+    let [rows, summed, columns] = shape;
+    let strides = [[summed, 1], [columns, 1]];
+    let matrices = Matrices { rows, summed, columns, strides, formats: [of[0].element, of[2].element] };
+    product::multiply(device.client(), strategy, &matrices, of)
 }
 
 /// Numbers of products of odd sizes against sums in fp64.

@@ -1,7 +1,7 @@
 //! The table "predicted against measured" at the end of a run.
 
 use ir::plan::{Estimate, TimeTerm};
-use ir::units::Seconds;
+use ir::units::{Bytes, Seconds};
 
 use super::Typical;
 use crate::executor::{Account, Phase, Times};
@@ -15,7 +15,9 @@ struct Row {
 
 /// The table. The measured parts are those of the rank that waits least for other stages, as the plan's are those
 /// of the slowest stage. Each is a median of its own, so that they need not add up to the step.
-pub fn comparison(estimate: &Estimate, typical: &Typical) -> String {
+///
+/// Of a step on devices, whose memory is given, there is only the whole: the host sends kernels ahead of them.
+pub fn comparison(estimate: &Estimate, typical: &Typical, device_memory: Option<Bytes>) -> String {
     let ranks = typical.times.len();
     let waiting = |rank: &usize| typical.times[*rank].of(Account::Pipeline);
     let slowest = (0..ranks).min_by(|a, b| waiting(a).total_cmp(&waiting(b))).unwrap_or(0);
@@ -23,10 +25,15 @@ pub fn comparison(estimate: &Estimate, typical: &Typical) -> String {
     let steps = if typical.steps == 1 { "step".to_owned() } else { format!("{} steps", typical.steps) };
     let mut text = format!("predicted against measured, rank {slowest} of {ranks}, median of {steps}:\n");
     text += &format!("  {:<24} {:>10} {:>10}  {}\n", "", "predicted", "measured", "off by, of the step");
-    for Row { name, predicted, measured } in rows {
+    let known = if device_memory.is_some() { rows.len() - 1 } else { 0 };
+    for Row { name, predicted, measured } in &rows[known..] {
         let off = (measured - predicted) / typical.seconds * 100.0;
-        let [predicted, measured] = [predicted, measured].map(|seconds| Seconds(seconds).to_string());
+        let [predicted, measured] = [predicted, measured].map(|seconds| Seconds(*seconds).to_string());
         text += &format!("  {name:<24} {predicted:>10} {measured:>10}  {off:+.1} %\n");
+    }
+    if let Some(measured) = device_memory {
+        let [predicted, measured] = [estimate.allocator_peak, measured].map(|bytes| bytes.to_string());
+        text += &format!("  {:<24} {predicted:>10} {measured:>10}\n", "tensors, fullest rank");
     }
     text
 }

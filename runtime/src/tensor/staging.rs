@@ -3,7 +3,7 @@
 #[cfg(feature = "kernels")]
 use std::ops::Range;
 
-use super::{Memory, Tensor};
+use super::{Format, Memory, Tensor};
 use crate::Error;
 
 #[cfg(feature = "kernels")]
@@ -43,6 +43,38 @@ impl Memory {
         false
     }
 
+    /// Whether tensors of a number format can be computed with there.
+    pub fn has(&self, format: Format) -> bool {
+        #[cfg(feature = "kernels")]
+        if let Some(device) = self.device() {
+            return device.has(format);
+        }
+        let _ = format;
+        true
+    }
+
+    /// Bytes that a device's tensors take of its memory, with the room between them; 0 before the first step and on the
+    /// host.
+    pub fn allocated_bytes(&self) -> u64 {
+        #[cfg(feature = "kernels")]
+        if let Some(device) = self.device() {
+            return device.allocated_bytes() as u64;
+        }
+        0
+    }
+
+    /// Waits for what a device was asked to compute.
+    ///
+    /// # Errors
+    /// A device that failed.
+    pub fn wait(&self) -> Result<(), Error> {
+        #[cfg(feature = "kernels")]
+        if let Some(device) = self.device() {
+            return device.wait();
+        }
+        Ok(())
+    }
+
     /// Begins a step. If the answer is no, what follows computes nothing: it tells a device how long each tensor lives,
     /// and [`Memory::lay_out`] ends it.
     pub fn enter(&self, kind: StepKind, micro_batches: usize) -> bool {
@@ -55,12 +87,16 @@ impl Memory {
     }
 
     /// Lays a device's memory out after a first pass.
-    pub fn lay_out(&self, kind: StepKind, micro_batches: usize) {
+    ///
+    /// # Errors
+    /// A device with too little memory.
+    pub fn lay_out(&self, kind: StepKind, micro_batches: usize) -> Result<(), Error> {
         #[cfg(feature = "kernels")]
         if let Some(device) = self.device() {
-            device.lay_out(kind, micro_batches);
+            return Ok(device.lay_out(kind, micro_batches)?);
         }
         let _ = (kind, micro_batches);
+        Ok(())
     }
 
     /// Ends a step.

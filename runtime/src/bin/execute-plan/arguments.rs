@@ -80,8 +80,10 @@ pub struct RunOptions {
 pub enum Device {
     /// Processor cores
     Cpu,
-    /// An NVIDIA GPU for each rank
+    /// An NVIDIA GPU for each rank, in a program built with the feature `cuda`; ranks share GPUs where there are fewer
     Cuda,
+    /// A Vulkan driver, in a program built with the feature `wgpu`: to try programs for GPUs without one
+    Wgpu,
 }
 
 /// How ranks communicate.

@@ -3,6 +3,7 @@
 #![allow(clippy::print_stdout, reason = "this is the program that prints")]
 
 mod arguments;
+mod device;
 mod gpu_check;
 mod prepare;
 mod run;

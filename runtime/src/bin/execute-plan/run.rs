@@ -13,7 +13,8 @@ use runtime::run::{Data, Request, check_export, prepare_run, run_rank};
 use runtime::tensor::Memory;
 use runtime::{Error, load};
 
-use crate::arguments::{Communicator, Device, RunOptions};
+use crate::arguments::{Communicator, RunOptions};
+use crate::device::Devices;
 
 /// Most ranks that are started on this host.
 const MOST_LOCAL_RANKS: u64 = 64;
@@ -22,19 +23,22 @@ const MOST_LOCAL_RANKS: u64 = 64;
 pub fn run(options: &RunOptions) -> Result<ExitCode, Error> {
     let path = options.plan.as_deref().expect("the parser requires a plan where there is no subcommand");
     let plan = load(path)?;
-    let request = request(options)?;
+    let devices = Devices::find(options.device)?;
+    let mut request = request(options)?;
     let prepared = prepare_run(&plan, &request)?;
     let launch = read_launch(|name| std::env::var(name).ok()).map_err(Error::BadInput)?;
     let world_size = plan.strategy.world_size();
     match launch {
         Some(launch) => {
             check_world(&launch, &plan)?;
+            request.memory = devices.memory_of(&launch)?;
             print_report(&launch, &run_rank(&plan, &request, &prepared, &launch)?);
         }
         None if world_size == 1 => {
             let reserved = reserve_port().map_err(|error| cannot_start(&error))?;
             let address = Address { host: "127.0.0.1".to_owned(), port: reserved.port };
             let launch = Launch { rank: Rank(0), world_size: 1, local_rank: 0, local_size: 1, node: Some(0), address };
+            request.memory = devices.memory_of(&launch)?;
             print_report(&launch, &run_rank(&plan, &request, &prepared, &launch)?);
         }
         None => return start_ranks(world_size),
@@ -51,9 +55,6 @@ fn print_report(launch: &Launch, report: &str) {
 
 fn request(options: &RunOptions) -> Result<Request, Error> {
     let refuse = |what: &str, place: &str, help: &str| Err(Problem::new(what, place, help).into());
-    if options.device == Device::Cuda {
-        return Err(no_plan_on_cards().into());
-    }
     let transport = transport(options.communicator)?;
     let data = match (&options.data, options.synthetic) {
         (Some(prefix), _) => Data::Corpus(prefix.clone()),
@@ -83,22 +84,6 @@ fn request(options: &RunOptions) -> Result<Request, Error> {
     })
 }
 
-/// Why no plan runs on GPUs here.
-fn no_plan_on_cards() -> Problem {
-    let (location, otherwise) = ("--device cuda", "leave --device out");
-    #[cfg(feature = "cuda")]
-    return match runtime::cards::find_cards(location, otherwise) {
-        Err(problem) => problem,
-        Ok(_) => Problem::new("this version runs plans on processor cores only", location, otherwise),
-    };
-    #[cfg(not(feature = "cuda"))]
-    Problem::new(
-        "this program was built without its feature `cuda`, and runs on processor cores only",
-        location,
-        format!("{otherwise}, or build it with `--features cuda`"),
-    )
-}
-
 fn transport(communicator: Communicator) -> Result<Transport, Error> {
     let refuse = |what: &str| {
         let help = "leave --communicator out: launchers such as mpirun and srun work without it";
@@ -110,7 +95,9 @@ fn transport(communicator: Communicator) -> Result<Transport, Error> {
         Communicator::Mpi => Ok(Transport::Mpi),
         #[cfg(not(feature = "mpi"))]
         Communicator::Mpi => refuse("this program was built without its feature `mpi`"),
-        Communicator::Nccl => refuse("this version runs on processor cores, which NCCL does not connect"),
+        Communicator::Nccl => refuse(
+            "ranks exchange through the memory of their hosts, also those on devices: NCCL connects no ranks of a plan",
+        ),
     }
 }
 
