@@ -64,8 +64,12 @@ mod on_vulkan {
         for computed in [rows("products"), rows("attention")].concat() {
             assert!(computed["flops_per_second"].as_f64().is_some_and(|rate| rate > 0.0), "{computed}");
         }
+        let trained = &rows("steps")[0];
+        assert!(trained["tokens_per_second"].as_f64().is_some_and(|rate| rate > 0.0), "{trained}");
+        assert!(trained["losses"][1].as_f64() < trained["losses"][0].as_f64(), "{trained}");
+        assert!(json["ranks"]["done"].as_str().is_some_and(|said| said.starts_with("4 ranks")), "{}", json["ranks"]);
         let text = fs::read_to_string(out.join("report.md")).expect("it was written");
-        for part in ["| copy |", "| adamw |", "| attention_gradient |", "| cubek |", "PyTorch", "NCCL"] {
+        for part in ["| copy |", "| adamw |", "| attention_gradient |", "| cubek |", "| tiny |", "PyTorch", "NCCL"] {
             assert!(text.contains(part), "{part} in: {text}");
         }
         let written = fs::read_to_string(out.join("report.json")).expect("it was written");

@@ -6,6 +6,7 @@
 //! | numbers of every kernel against the interpreter in fp64 | `CASES`, `products_of_odd_sizes` | `cases`, `products` |
 //! | bandwidth of memory-bound kernels beside a copy's | `measure_bandwidth` | `bandwidth` |
 //! | rates of products and attention | `measure_products`, `measure_attention` | `products` |
+//! | training steps, and ranks that share the device | `measure_steps`, `compare_ranks` | `steps` |
 //! | NCCL with one rank | `check_nccl` | `nccl` |
 //! | the same operators in PyTorch | `measure_pytorch` | `pytorch` |
 //! | a cluster file of what was measured | `profile` | `profile` |
@@ -21,6 +22,7 @@ mod products;
 mod profile;
 pub mod pytorch;
 pub mod reference;
+mod steps;
 mod tables;
 
 use std::fs;
@@ -39,6 +41,8 @@ use device::{Device, Driver};
 pub use products::Computed;
 use products::{measure_attention, measure_products, products_of_odd_sizes};
 use reference::Reference;
+pub use steps::Trained;
+use steps::{compare_ranks, measure_steps, steps_in_pytorch};
 pub use tables::tables;
 
 /// Share of a copy's bandwidth that memory-bound kernels should reach.
@@ -63,10 +67,16 @@ pub struct Report {
     pub products: Vec<Computed>,
     /// The attention core.
     pub attention: Vec<Computed>,
+    /// Training steps.
+    pub steps: Vec<Trained>,
+    /// Ranks that share the device, or what is wrong with them.
+    pub ranks: Outcome<String>,
     /// NCCL with one rank, or why not.
     pub nccl: Outcome<String>,
     /// PyTorch's times, or why there are none.
     pub pytorch: Outcome<Vec<pytorch::Row>>,
+    /// Training steps in PyTorch, or why there are none.
+    pub pytorch_steps: Outcome<Vec<pytorch::StepRow>>,
 }
 
 /// What came of an optional part.
@@ -99,7 +109,7 @@ impl Report {
             ))
         });
         let failed = |time: &Time| match time {
-            Time::Failed(reason) => Some(format!("a kernel cannot be timed: {reason}")),
+            Time::Failed(reason) => Some(format!("there is no time: {reason}")),
             Time::Seconds(_) => None,
         };
         let bound = self
@@ -109,13 +119,19 @@ impl Report {
         let attention = self.attention.iter().filter_map(|computed| {
             Some(Problem::new(failed(&computed.time)?, location(&computed.kernel, computed.format), help))
         });
-        let nccl = match &self.nccl {
+        let steps = self.steps.iter().filter_map(|trained| {
+            let reason = failed(&trained.time).filter(|reason| !reason.contains("skipped"))?;
+            Some(Problem::new(reason, format!("steps of {}, on {}", trained.model, self.device), help))
+        });
+        let not_done = |outcome: &Outcome<String>, what: &str, help: &str| match outcome {
             Outcome::NotDone(reason) if !reason.starts_with("skipped") => {
-                Some(Problem::new(format!("NCCL failed: {reason}"), "NCCL with one rank", "set NCCL_DEBUG=WARN"))
+                Some(Problem::new(format!("{what} failed: {reason}"), what, help))
             }
             _ => None,
         };
-        numbers.chain(bound).chain(attention).chain(nccl).collect()
+        let ranks = not_done(&self.ranks, "ranks that share the device", help);
+        let nccl = not_done(&self.nccl, "NCCL with one rank", "set NCCL_DEBUG=WARN");
+        numbers.chain(bound).chain(attention).chain(steps).chain(ranks).chain(nccl).collect()
     }
 }
 
@@ -152,10 +168,15 @@ pub fn check(request: Request, progress: &dyn Fn(&str)) -> Result<Report, Error>
     let products = measure_products(&device, full);
     progress("attention");
     let attention = measure_attention(&device, full);
+    progress("training steps");
+    let steps = measure_steps(&device, full);
+    progress("ranks that share the device");
+    let ranks = compare_ranks(&device).into();
     progress("NCCL");
     let nccl = single_rank(driver);
     progress("PyTorch");
     let pytorch = pytorch::measure_pytorch(&device, &operators_of(&bandwidth, &products, &attention)).into();
+    let pytorch_steps = steps_in_pytorch(&device, full).into();
     let report = Report {
         device: device.name.clone(),
         about: device.about.clone(),
@@ -168,8 +189,11 @@ pub fn check(request: Request, progress: &dyn Fn(&str)) -> Result<Report, Error>
         bandwidth,
         products,
         attention,
+        steps,
+        ranks,
         nccl,
         pytorch,
+        pytorch_steps,
     };
     if let Some(folder) = out {
         write(folder, &device, &report)?;

@@ -43,7 +43,7 @@ pub fn profile(device: &Device, report: &Report) -> Result<String, Error> {
 }
 
 /// The built-in device with the longest word of its name in the card's, such as `h200` in "NVIDIA H200".
-fn base(device: &Device) -> Result<DeviceProfile, hardware_profiles::Error> {
+pub(super) fn base(device: &Device) -> Result<DeviceProfile, hardware_profiles::Error> {
     if device.driver == Driver::Wgpu {
         return find_device("cpu-core", "built-in devices");
     }

@@ -4,6 +4,7 @@ use std::fmt::Write;
 
 use super::bandwidth::Time;
 use super::products::Computed;
+use super::steps::FORMULA;
 use super::{Outcome, Report, WANTED_SHARE};
 
 /// The whole report.
@@ -14,6 +15,7 @@ pub fn tables(report: &Report) -> String {
         .and_then(|()| bandwidth(report, &mut text))
         .and_then(|()| computed("Matrix products", &report.products, &mut text))
         .and_then(|()| computed("Attention, the causal half counted", &report.attention, &mut text))
+        .and_then(|()| steps(report, &mut text))
         .and_then(|()| pytorch(report, &mut text))
         .expect("text can be written to");
     text
@@ -26,7 +28,8 @@ fn head(report: &Report, text: &mut String) -> std::fmt::Result {
     let right = report.numbers.iter().filter(|comparison| comparison.wrong.is_none()).count();
     writeln!(text, "{right} of {} results of kernels are right, {wrong} problems.", report.numbers.len())?;
     let (Outcome::Done(nccl) | Outcome::NotDone(nccl)) = &report.nccl;
-    writeln!(text, "NCCL: {nccl}. Training steps are not measured: plans do not run on GPUs yet.\n")
+    let (Outcome::Done(ranks) | Outcome::NotDone(ranks)) = &report.ranks;
+    writeln!(text, "Ranks: {ranks}.\nNCCL: {nccl}.\n")
 }
 
 /// One line for each kernel, of its worst result.
@@ -94,6 +97,42 @@ fn computed(title: &str, all: &[Computed], text: &mut String) -> std::fmt::Resul
         }
     }
     writeln!(text)
+}
+
+fn steps(report: &Report, text: &mut String) -> std::fmt::Result {
+    writeln!(text, "## Training steps\n\nMFU: {FORMULA}.\n")?;
+    writeln!(text, "| Model | Format | Parameters | Tokens | ms | tokens/s | MFU | plan's ms | loss | tensors GiB |")?;
+    writeln!(text, "|---|---|---|---|---|---|---|---|---|---|")?;
+    for it in &report.steps {
+        let (predicted, device) = (it.predicted_seconds * 1e3, &it.predicted_for);
+        write!(text, "| {} | {} | {} | {} |", it.model, it.format, it.parameters, it.tokens)?;
+        match (&it.time, it.tokens_per_second, it.losses) {
+            (Time::Seconds(seconds), Some(rate), Some([first, last])) => {
+                let mfu = it.mfu.map_or_else(String::new, |mfu| format!("{:.1} %", mfu * 100.0));
+                let memory = it.memory_bytes as f64 / f64::from(1 << 30);
+                write!(text, " {:.1} | {rate:.0} | {mfu} | {predicted:.1} on {device} |", seconds * 1e3)?;
+                writeln!(text, " {first:.3} to {last:.3} | {memory:.2} |")?;
+            }
+            (Time::Failed(reason), ..) => writeln!(text, " failed: {} | | | | | |", one_line(reason))?,
+            _ => writeln!(text, " | | | | | |")?,
+        }
+    }
+    match &report.pytorch_steps {
+        Outcome::NotDone(reason) => writeln!(text, "\nPyTorch: {reason}\n"),
+        Outcome::Done(rows) => {
+            writeln!(text, "\n| PyTorch | Mode | ms |\n|---|---|---|")?;
+            for row in rows {
+                match (row.seconds, &row.failed) {
+                    (Some(seconds), _) => writeln!(text, "| {} | {} | {:.1} |", row.model, row.mode, seconds * 1e3)?,
+                    (None, failed) => {
+                        let reason = one_line(failed.as_deref().unwrap_or_default());
+                        writeln!(text, "| {} | {} | failed: {reason} |", row.model, row.mode)?;
+                    }
+                }
+            }
+            writeln!(text)
+        }
+    }
 }
 
 fn pytorch(report: &Report, text: &mut String) -> std::fmt::Result {
