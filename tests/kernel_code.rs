@@ -1,7 +1,8 @@
 //! Every kernel in fp32 and bf16 as machine code for sm_80, sm_90 and sm_100, compiled where there is no GPU.
 //!
-//! No kernel may need memory for what registers should hold, no cube more shared memory than the architecture has, and
-//! kernels must move memory 16 bytes at a time. `docs/kernels.md` holds the numbers;
+//! No kernel may need memory for what registers should hold, no cube more shared memory than the architecture has;
+//! kernels must move memory 16 bytes at a time, and multiply matrices in bf16 by matrix instructions. `docs/kernels.md`
+//! holds the numbers;
 //! `BLESS=1` writes it anew. `PLANWRIGHT_CUDA` names the folder of the packages `nvidia-cuda-nvcc-cu12`,
 //! `nvidia-cuda-runtime-cu12` and `nvidia-cuda-cccl-cu12`; NVRTC must be found as `libnvrtc.so`.
 
@@ -30,6 +31,11 @@ const TOKENS: usize = 2048;
 /// Kernels whose time is that of the memory they move, in vectors.
 fn moves_memory(kernel: &str) -> bool {
     !matches!(kernel, "sum_kernel" | "rescale_kernel" | "losses_kernel" | "pick_kernel" | "product_kernel")
+}
+
+/// Kernels whose products are those of matrix instructions.
+fn multiplies_tiles(kernel: &str) -> bool {
+    kernel.contains("_tiles_")
 }
 
 fn toolkit() -> Toolkit {
@@ -193,8 +199,10 @@ fn kernels(architecture: u32) -> Vec<(String, ListedKernel)> {
 
 /// Accesses to global memory of 16 bytes, and others.
 fn accesses(code: &Code) -> (usize, usize) {
-    let is_access = |line: &&str| line.contains("ld.global") || line.contains("st.global");
-    let wide = |line: &&str| [".v4.b32", ".v4.f32", ".v4.u32", ".v2.b64", ".v2.u64"].iter().any(|it| line.contains(it));
+    let is_access = |line: &&str| ["ld.global", "st.global", "cp.async.c"].iter().any(|it| line.contains(it));
+    // Copies into shared memory past the first cache are of 16 bytes.
+    let wide = [".v4.b32", ".v4.f32", ".v4.u32", ".v2.b64", ".v2.u64", "cp.async.cg"];
+    let wide = |line: &&str| wide.iter().any(|it| line.contains(it));
     let lines: Vec<&str> = code.ptx.lines().filter(is_access).collect();
     let wide = lines.iter().filter(|line| wide(line)).count();
     (wide, lines.len() - wide)
@@ -204,9 +212,10 @@ const HEAD: &str = "\
 # Machine code of the GPU kernels
 
 For each architecture: registers that a unit needs; registers and bytes of stack as ptxas assembles the kernel left
-alone; bytes of shared memory of a cube; accesses to global memory of 16 bytes and others in the code. With the
-registers that it needs no kernel has a stack. Left alone, ptxas keeps a few bytes in memory where one more cube then
-fits beside; how drivers choose is not known here, and none of these kernels has run on a GPU.
+alone; bytes of shared memory of a cube; accesses to global memory of 16 bytes and others in the code; matrix
+instructions, where kernels multiply tiles. With the registers that it needs no kernel has a stack. Left alone, ptxas
+keeps a few bytes in memory where one more cube then fits beside; how drivers choose is not known here, and none of
+these kernels has run on a GPU.
 
 Written by `BLESS=1 cargo test -p kernels --features ptx --test kernel_code`, with NVRTC and ptxas 12.9.86.
 
@@ -221,6 +230,7 @@ fn cell(kernel: &ListedKernel, architecture: u32, toolkit: &Toolkit) -> (String,
         Err(error) => return (String::new(), Some(error.to_string())),
     };
     let (wide, narrow) = accesses(&code);
+    let products = code.ptx.matches("mma.sync").count();
     let Code { needed, assembled, shared_memory, .. } = code;
     let problem = if needed.stack > 0 {
         Some(format!("{} bytes of stack", needed.stack))
@@ -228,26 +238,46 @@ fn cell(kernel: &ListedKernel, architecture: u32, toolkit: &Toolkit) -> (String,
         Some(format!("{shared_memory} bytes of shared memory"))
     } else if wide == 0 && moves_memory(kernel.name) {
         Some("no access of 16 bytes".to_owned())
+    } else if products == 0 && multiplies_tiles(kernel.name) {
+        Some("no matrix instruction".to_owned())
     } else {
         None
     };
     let Registers { count, stack } = assembled;
-    (format!(" {}; {count}, {stack} B; {shared_memory} B; {wide}/{narrow} |", needed.count), problem)
+    let products = if products > 0 { format!("; {products}") } else { String::new() };
+    (format!(" {}; {count}, {stack} B; {shared_memory} B; {wide}/{narrow}{products} |", needed.count), problem)
+}
+
+/// The table's column of an architecture: each kernel with its cell, and what is wrong with it.
+fn column(architecture: u32, toolkit: &Toolkit) -> Vec<(String, String, Option<String>)> {
+    let row = |(what, kernel): (String, ListedKernel)| {
+        let (cell, problem) = cell(&kernel, architecture, toolkit);
+        let problem = problem.map(|problem| format!("{}, {what}, sm_{architecture}: {problem}", kernel.name));
+        (format!("| {} | {what} | {} |", kernel.name, kernel.units), cell, problem)
+    };
+    kernels(architecture).into_iter().map(row).collect()
 }
 
 #[test]
 fn kernels_fit_registers_and_move_whole_vectors() {
     let toolkit = toolkit();
     let mut table = String::from(HEAD);
+    let columns = std::thread::scope(|scope| {
+        let columns = ARCHITECTURES.map(|architecture| {
+            scope.spawn({
+                let toolkit = &toolkit;
+                move || column(architecture, toolkit)
+            })
+        });
+        columns.map(|column| column.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    });
     let mut problems = Vec::new();
-    let columns = ARCHITECTURES.map(kernels);
     for row in 0..columns[0].len() {
-        let (what, kernel) = &columns[0][row];
-        let mut line = format!("| {} | {what} | {} |", kernel.name, kernel.units);
-        for (architecture, column) in ARCHITECTURES.into_iter().zip(&columns) {
-            let (cell, problem) = cell(&column[row].1, architecture, &toolkit);
-            line += &cell;
-            problems.extend(problem.map(|problem| format!("{}, {what}, sm_{architecture}: {problem}", kernel.name)));
+        let mut line = columns[0][row].0.clone();
+        for column in &columns {
+            assert_eq!(column[row].0, columns[0][row].0, "architectures have the same kernels");
+            line += &column[row].1;
+            problems.extend(column[row].2.clone());
         }
         if !table.contains(&line) {
             table = table + &line + "\n";

@@ -2,19 +2,21 @@
 //! FlashAttention-2, arXiv 2307.08691), with causal mask, linear biases (ALiBi) and shared key-value heads.
 //!
 //! A cube goes through blocks of keys for a block of queries, or the other way round; tiles lie in shared memory, each
-//! unit computes a part of each product. These kernels use neither plane nor matrix instructions, so that they run
-//! wherever there is shared memory; no two cubes write the same number, and sums have a fixed order.
+//! unit computes a part of each product. No two cubes write the same number, and sums have a fixed order. Which kernels
+//! a device gets is decided in [`Way::of`]: those of `matrix` where planes multiply matrices; elsewhere those of
+//! `forward` and `backward`, which use neither plane nor matrix instructions and run wherever there is shared memory.
 
 mod backward;
 mod forward;
+mod matrix;
 mod tile;
 
 use cubecl::prelude::*;
 
+use crate::queue::expect_all;
 use crate::{Buffer, Element, Queue};
 
-pub use backward::attention_gradient;
-pub use forward::attention;
+pub use matrix::Products;
 
 /// Rows of the part of a tile of scores that a unit computes.
 const ROWS: usize = 4;
@@ -41,6 +43,15 @@ pub struct Attention {
     pub scale: f64,
 }
 
+/// How kernels go about an attention core.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// Each unit computes a part of each tile.
+    Units,
+    /// Each plane multiplies tiles of 16 rows.
+    Tiles(Products),
+}
+
 /// Sizes that are known when a kernel is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Sizes {
@@ -54,6 +65,88 @@ struct Sizes {
     queries: usize,
     head_width: usize,
     value_width: usize,
+}
+
+/// context = softmax(scale · query · keysᵀ + slope · key) · values, and for each query the logarithm of its sum of
+/// exponentials `[sequences, heads, positions]`, fp32, for backward. `slopes` has a number for each head, zeros
+/// without linear biases.
+///
+/// Moves e bytes per element of query and context, and per element of keys and values for each block of queries.
+pub fn attention(queue: &Queue, core: &Attention, operands: [&Buffer; 4], context: &Buffer, logarithms: &Buffer) {
+    attention_by(queue, Way::of(queue, core, context.element), core, operands, context, logarithms);
+}
+
+/// [`attention`] in a way that the caller chooses.
+pub fn attention_by(
+    queue: &Queue,
+    way: Way,
+    core: &Attention,
+    operands: [&Buffer; 4],
+    context: &Buffer,
+    logarithms: &Buffer,
+) {
+    let element = expect_operands(core, operands);
+    context.expect(core.context_length(), element);
+    logarithms.expect(core.statistics_length(), Element::Single);
+    match way {
+        Way::Units => forward::attention(queue, core, operands, context, logarithms),
+        Way::Tiles(products) => matrix::attention(queue, core, products, operands, context, logarithms),
+    }
+}
+
+/// Gradients `[dquery, dkeys, dvalues]` of [`attention`]'s operands from its results, context and logarithms, and the
+/// gradient `dcontext`.
+///
+/// Moves e bytes per element of each operand, context and gradient, and those of the other side once more for each
+/// block of keys, and for each block of queries.
+pub fn attention_gradient(
+    queue: &Queue,
+    core: &Attention,
+    operands: [&Buffer; 4],
+    results: [&Buffer; 3],
+    gradients: [&Buffer; 3],
+) {
+    attention_gradient_by(queue, Way::of(queue, core, results[0].element), core, operands, results, gradients);
+}
+
+/// [`attention_gradient`] in a way that the caller chooses.
+pub fn attention_gradient_by(
+    queue: &Queue,
+    way: Way,
+    core: &Attention,
+    operands: [&Buffer; 4],
+    [context, logarithms, dcontext]: [&Buffer; 3],
+    [dquery, dkeys, dvalues]: [&Buffer; 3],
+) {
+    let element = expect_operands(core, operands);
+    expect_all([context, dcontext], core.context_length(), element);
+    dquery.expect(core.query_length(), element);
+    dkeys.expect(core.keys_length(), element);
+    dvalues.expect(core.values_length(), element);
+    logarithms.expect(core.statistics_length(), Element::Single);
+    let along = backward::context_product(queue, core, context, dcontext);
+    let results = [dcontext, logarithms, &along];
+    match way {
+        Way::Units => backward::attention_gradient(queue, core, operands, results, [dquery, dkeys, dvalues]),
+        Way::Tiles(products) => {
+            matrix::query_gradient(queue, core, products, operands, results, dquery);
+            matrix::keys_gradient(queue, core, products, operands, results, [dkeys, dvalues]);
+        }
+    }
+}
+
+impl Way {
+    /// The fastest way that a device has for a core whose tensors are in a number format.
+    pub fn of(queue: &Queue, core: &Attention, element: Element) -> Way {
+        let widths = [core.head_width, core.value_width];
+        let whole = widths.iter().all(|width| width.is_multiple_of(matrix::VECTOR));
+        let held = widths.iter().sum::<usize>() <= matrix::WIDEST;
+        if element == Element::Brain && whole && held && queue.has_matrix_instructions() {
+            Way::Tiles(Products::Instructions)
+        } else {
+            Way::Units
+        }
+    }
 }
 
 impl Attention {

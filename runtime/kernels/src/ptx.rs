@@ -18,7 +18,7 @@ use cubecl_cpp::shared::{CompilationOptions, CppCompiler, CppSupportedFeatures, 
 use cubecl_cpp::target::Cuda;
 use cudarc::nvrtc::{CompileError, CompileOptions, compile_ptx_with_opts};
 
-use crate::{KernelList, ListedKernel};
+use crate::{Element, KernelList, ListedKernel};
 
 /// Where the parts of the CUDA toolkit lie that are needed; NVRTC itself is found as shared libraries are.
 #[derive(Clone, Debug)]
@@ -215,6 +215,7 @@ fn properties(architecture: u32) -> DeviceProperties {
     properties.features.plane.insert(Plane::Sync);
     properties.features.plane.insert(Plane::NonUniformControlFlow);
     properties.features.copy_async = true;
+    properties.features.matmul.ldmatrix.insert(Element::Brain.kind());
     let architecture = CudaArchitecture { version: architecture, tensor_cores: true };
     register_mma_features(cubecl_cpp::cuda::supported_mma_combinations(&architecture), &mut properties);
     properties

@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use cubecl::client::Client;
+use cubecl::features::MmaConfig;
 use cubecl::ir::{DeviceProperties, ElemType, FloatKind, TargetProperties, UIntKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -59,6 +60,8 @@ pub struct KernelList {
 pub struct ListedKernel {
     /// Name of the kernel's function.
     pub name: &'static str,
+    /// Number of cubes.
+    pub cubes: CubeCount,
     /// Number of units of a cube.
     pub units: u32,
     /// The kernel itself.
@@ -74,10 +77,11 @@ macro_rules! send {
                 $kernel::launch_unchecked(client, $cubes, cubecl::prelude::CubeDim::new_1d($units), $($argument),*)
             },
             $crate::Queue::List(list) => {
+                let cubes = $cubes;
                 let kernel = $kernel::create_dummy_kernel(
-                    list.properties(), list.target(), $cubes, cubecl::prelude::CubeDim::new_1d($units), $($argument),*
+                    list.properties(), list.target(), cubes.clone(), cubecl::prelude::CubeDim::new_1d($units), $($argument),*
                 );
-                list.add(stringify!($kernel), $units, Box::new(kernel));
+                list.add(stringify!($kernel), cubes, $units, Box::new(kernel));
             }
         }
     };
@@ -207,6 +211,16 @@ impl Queue<'_> {
         units.clamp(32, most)
     }
 
+    /// Whether planes multiply tiles of bf16 with `mma.m16n8k16`, load them with `ldmatrix` and copy into shared memory
+    /// while they work: NVIDIA's instructions from compute capability 8.0 on.
+    pub(crate) fn has_matrix_instructions(&self) -> bool {
+        let features = &self.properties().features;
+        let [brain, single] = [Element::Brain, Element::Single].map(Element::kind);
+        let product = MmaConfig { a_type: brain, b_type: brain, cd_type: single, m: 16, n: 8, k: 16 };
+        let has_products = features.matmul.mma.contains(&product) && features.matmul.ldmatrix.contains(&brain);
+        self.has_planes() && has_products && features.copy_async
+    }
+
     /// Whether units of a plane can exchange numbers by instructions of their own.
     pub(crate) fn has_planes(&self) -> bool {
         let properties = self.properties();
@@ -237,8 +251,8 @@ impl KernelList {
         self.target.clone()
     }
 
-    pub(crate) fn add(&self, name: &'static str, units: u32, kernel: Box<dyn CubeKernel>) {
-        self.kernels().push(ListedKernel { name, units, kernel });
+    pub(crate) fn add(&self, name: &'static str, cubes: CubeCount, units: u32, kernel: Box<dyn CubeKernel>) {
+        self.kernels().push(ListedKernel { name, cubes, units, kernel });
     }
 }
 

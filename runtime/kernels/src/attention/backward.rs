@@ -3,32 +3,19 @@
 use cubecl::prelude::*;
 
 use super::tile::{accumulate, load, place, product, put, store};
-use super::{Attention, COLUMNS, ROWS, Sizes, expect_operands, score};
-use crate::queue::{expect_all, send};
+use super::{Attention, COLUMNS, ROWS, Sizes, score};
+use crate::queue::send;
 use crate::sums::{sum_of_cube, sum_of_lanes};
 use crate::{Buffer, Element, Queue};
 
 /// Units of a cube that multiplies a context with its gradient.
 const UNITS: u32 = 32;
 
-/// Gradients `[dquery, dkeys, dvalues]` of [`super::attention`]'s operands from its results and the gradient
-/// `dcontext`.
+/// Σ context · dcontext of each query, `[sequences, heads, positions]`: what its weights' gradients share.
 ///
-/// Moves e bytes per element of each operand, context and gradient, and those of the other side once more for each
-/// block of keys, and for each block of queries.
-pub fn attention_gradient(
-    queue: &Queue,
-    attention: &Attention,
-    [query, keys, values, slopes]: [&Buffer; 4],
-    [context, logarithms, dcontext]: [&Buffer; 3],
-    [dquery, dkeys, dvalues]: [&Buffer; 3],
-) {
-    let element = expect_operands(attention, [query, keys, values, slopes]);
-    expect_all([context, dcontext], attention.context_length(), element);
-    dquery.expect(attention.query_length(), element);
-    dkeys.expect(attention.keys_length(), element);
-    dvalues.expect(attention.values_length(), element);
-    logarithms.expect(attention.statistics_length(), Element::Single);
+/// Moves e bytes per element of both.
+pub fn context_product(queue: &Queue, attention: &Attention, context: &Buffer, dcontext: &Buffer) -> Buffer {
+    let element = context.element;
     let width = attention.width(element);
     let along = queue.buffer(attention.statistics_length(), Element::Single);
     let heads = attention.heads * attention.queries;
@@ -47,6 +34,20 @@ pub fn attention_gradient(
         queue.has_planes(),
         element.kind()
     );
+    along
+}
+
+/// As [`crate::attention::attention_gradient`], which checks the operands; `along` is what [`context_product`] gives.
+pub fn attention_gradient(
+    queue: &Queue,
+    attention: &Attention,
+    [query, keys, values, slopes]: [&Buffer; 4],
+    [dcontext, logarithms, along]: [&Buffer; 3],
+    [dquery, dkeys, dvalues]: [&Buffer; 3],
+) {
+    let element = query.element;
+    let width = attention.width(element);
+    let heads = attention.heads * attention.queries;
     let sizes = attention.sizes(queue, [2, 2, 1]);
     let blocks = attention.positions.div_ceil(sizes.block) as u32;
     send!(
@@ -92,7 +93,6 @@ pub fn attention_gradient(
     }
 }
 
-/// Σ context · dcontext of each query, `[sequences, heads, positions]`: what its weights' gradients share.
 #[cube(launch_unchecked, create_dummy_kernel)]
 fn context_product_kernel<F: Float, N: Size>(
     context: &[Vector<F, N>],

@@ -3,15 +3,11 @@
 use cubecl::prelude::*;
 
 use super::tile::{accumulate, load, place, product, put, store};
-use super::{Attention, COLUMNS, ROWS, Sizes, expect_operands, score};
+use super::{Attention, COLUMNS, ROWS, Sizes, score};
 use crate::queue::send;
-use crate::{Buffer, Element, Queue};
+use crate::{Buffer, Queue};
 
-/// context = softmax(scale · query · keysᵀ + slope · key) · values, and for each query the logarithm of its sum of
-/// exponentials `[sequences, heads, positions]`, fp32, for backward. `slopes` has a number for each head, zeros
-/// without linear biases.
-///
-/// Moves e bytes per element of query and context, and per element of keys and values for each block of queries.
+/// As [`crate::attention::attention`], which checks the operands.
 pub fn attention(
     queue: &Queue,
     attention: &Attention,
@@ -19,9 +15,7 @@ pub fn attention(
     context: &Buffer,
     logarithms: &Buffer,
 ) {
-    let element = expect_operands(attention, [query, keys, values, slopes]);
-    context.expect(attention.context_length(), element);
-    logarithms.expect(attention.statistics_length(), Element::Single);
+    let element = query.element;
     let (width, sizes) = (attention.width(element), attention.sizes(queue, [2, 1, 1]));
     let blocks = attention.positions.div_ceil(sizes.block);
     send!(

@@ -3,7 +3,7 @@
 use ir::graph::DimName::{HeadDim, KeySequence, KeyValueHeads, MicroBatch, QueriesPerKeyValue, Sequence, ValueDim};
 use ir::program::{AttentionOperand, Op};
 use kernels::Element;
-use kernels::attention::{Attention, attention, attention_gradient};
+use kernels::attention::{Attention, Products, Way, attention_by, attention_gradient_by};
 
 use super::rows::slopes;
 use crate::gpu_check::checks::{Checks, held, largest};
@@ -11,18 +11,22 @@ use crate::gpu_check::reference::{Dims, Value};
 use crate::operators::Place;
 
 /// Sequences, key-value heads, queries of each, positions, widths of heads and values, linear biases.
-const SHAPES: [(usize, usize, usize, usize, [usize; 2], bool); 6] = [
+const SHAPES: [(usize, usize, usize, usize, [usize; 2], bool); 7] = [
     (1, 1, 1, 1, [4, 4], false),
     (2, 2, 3, 9, [5, 7], true),
     (1, 2, 1, 33, [8, 8], false),
     (1, 1, 2, 100, [32, 16], true),
     (2, 1, 1, 64, [12, 20], true),
     (1, 2, 2, 70, [64, 64], false),
+    (1, 1, 1, 130, [72, 40], true),
 ];
 
 /// Gradients smaller than this part of the operator's largest count as that large: of one key the query's vanishes but
 /// for the rounding of terms that cancel.
 const SMALL_GRADIENT: f64 = 1e-2;
+/// Of the largest number, what roundings to bf16 inside change: of weights and their gradients before they are
+/// multiplied, and of the context that gradients start from.
+const ROUNDED_INSIDE: f64 = 1.0 / 128.0;
 
 pub fn attention_and_gradients(checks: &mut Checks) {
     let device = checks.device;
@@ -77,16 +81,24 @@ pub fn attention_and_gradients(checks: &mut Checks) {
         let slopes = queue.numbers(&slopes(checks.reference, &score_dims, place, alibi));
         let [query, keys, values, dcontext] = numbers.each_ref().map(|numbers| device.upload(numbers, format));
         let on_device = [&query, &keys, &values, &slopes];
-        let found = device.poisoned(context.numbers().len(), format);
-        let logarithms = device.poisoned(sequences * heads * queries * positions, Element::Single);
-        attention(&queue, &core, on_device, &found, &logarithms);
-        checks.compare(name.clone(), &found, context.numbers(), 1e-5);
-        let found_gradients = [&query, &keys, &values].map(|operand| device.poisoned(operand.length, format));
-        let results = [&found, &logarithms, &dcontext];
-        attention_gradient(&queue, &core, on_device, results, found_gradients.each_ref());
-        let beside = SMALL_GRADIENT * gradients.iter().map(|gradient| largest(gradient.numbers())).fold(0.0, f64::max);
-        for ((found, expected), part) in found_gradients.iter().zip(&gradients).zip(parts) {
-            checks.compare_beside(format!("{name}, {part:?}"), found, expected.numbers(), 1e-5, beside);
+        let own = Way::of(&queue, &core, format);
+        // Where kernels multiply matrices, and where they do not, the loops in the matrices' place are checked too.
+        for way in [own, Way::Tiles(Products::Loops)] {
+            let name = format!("{name}, {way:?}");
+            let rounds = |rounds: bool| if rounds && format == Element::Brain { ROUNDED_INSIDE } else { 1e-5 };
+            let found = device.poisoned(context.numbers().len(), format);
+            let logarithms = device.poisoned(sequences * heads * queries * positions, Element::Single);
+            attention_by(&queue, way, &core, on_device, &found, &logarithms);
+            checks.compare(name.clone(), &found, context.numbers(), rounds(way == Way::Tiles(Products::Instructions)));
+            let found_gradients = [&query, &keys, &values].map(|operand| device.poisoned(operand.length, format));
+            let results = [&found, &logarithms, &dcontext];
+            attention_gradient_by(&queue, way, &core, on_device, results, found_gradients.each_ref());
+            let beside =
+                SMALL_GRADIENT * gradients.iter().map(|gradient| largest(gradient.numbers())).fold(0.0, f64::max);
+            for ((found, expected), part) in found_gradients.iter().zip(&gradients).zip(parts) {
+                let name = format!("{name}, {part:?}");
+                checks.compare_beside(name, found, expected.numbers(), rounds(true), beside);
+            }
         }
     }
 }
