@@ -76,11 +76,17 @@ fn strategies(device: &Device) -> Vec<(&'static str, Strategy)> {
     }
 }
 
-/// c = a · b, of whole rows.
+/// c = a · b, of whole rows; by `Strategy::Auto` as programs multiply.
 fn multiply(device: &Device, strategy: &Strategy, shape: Shape, of: [&Buffer; 3]) -> Result<(), String> {
     let [rows, summed, columns] = shape;
     let strides = [[summed, 1], [columns, 1]];
     let matrices = Matrices { rows, summed, columns, strides, formats: [of[0].element, of[2].element] };
+    let own = product::strategy(&matrices);
+    let strategy = match (strategy, of[0].element) {
+        (Strategy::Auto, _) => &own,
+        (_, Element::Single) => return Err("tensor cores round fp32 operands: programs do without".to_owned()),
+        (other, _) => other,
+    };
     product::multiply(device.client(), strategy, &matrices, of)
 }
 
