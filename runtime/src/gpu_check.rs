@@ -15,6 +15,8 @@
 mod bandwidth;
 pub mod cases;
 pub mod checks;
+#[cfg(all(feature = "cuda", feature = "cublaslt"))]
+mod cublaslt;
 pub mod device;
 #[cfg(feature = "cuda")]
 mod nccl;

@@ -13,6 +13,8 @@
 #[cfg(feature = "cuda")]
 pub mod cards;
 pub mod communicator;
+#[cfg(feature = "cublaslt")]
+pub mod cublaslt;
 pub mod data;
 #[cfg(feature = "kernels")]
 pub mod device;
@@ -22,6 +24,8 @@ pub mod gather;
 pub mod gpu_check;
 pub mod initial;
 pub mod launch;
+#[cfg(any(feature = "nccl", feature = "cublaslt"))]
+mod library;
 pub mod log;
 pub mod measure;
 pub mod operators;

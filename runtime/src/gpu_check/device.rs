@@ -110,8 +110,7 @@ impl Device {
         Ok(numbers[..buffer.length].to_vec())
     }
 
-    /// Seconds of one call of `send`, whose kernels write `results`: the median of rounds of so many calls that they
-    /// take long enough to be measured.
+    /// Seconds of one call of `send`, whose kernels write `results`, as [`median_seconds`] measures them.
     ///
     /// # Errors
     /// What the device says of kernels that failed.
@@ -120,16 +119,25 @@ impl Device {
             let handles: Vec<_> = results.iter().map(|buffer| &buffer.handle).collect();
             block_on(self.client.sync_buffers(handles)).map_err(|error| format!("the device failed: {error}"))
         };
-        let round = |calls: usize| {
-            let start = Instant::now();
-            (0..calls).for_each(|_| send());
-            wait().map(|()| start.elapsed().as_secs_f64() / calls as f64)
-        };
-        // The first call compiles; the second says how long one takes.
-        round(1)?;
-        let calls = ((ROUND / round(1)?) as usize).clamp(1, MOST_CALLS);
-        let mut times = (0..ROUNDS).map(|_| round(calls)).collect::<Result<Vec<_>, _>>()?;
-        times.sort_by(f64::total_cmp);
-        Ok(times[ROUNDS / 2])
+        median_seconds(send, &wait)
     }
+}
+
+/// Seconds of one call of `send`, after which `wait` waits: the median of rounds of so many calls that they take long
+/// enough to be measured.
+///
+/// # Errors
+/// What `wait` says of calls that failed.
+pub(super) fn median_seconds(send: &dyn Fn(), wait: &dyn Fn() -> Result<(), String>) -> Result<f64, String> {
+    let round = |calls: usize| {
+        let start = Instant::now();
+        (0..calls).for_each(|_| send());
+        wait().map(|()| start.elapsed().as_secs_f64() / calls as f64)
+    };
+    // The first call compiles; the second says how long one takes.
+    round(1)?;
+    let calls = ((ROUND / round(1)?) as usize).clamp(1, MOST_CALLS);
+    let mut times = (0..ROUNDS).map(|_| round(calls)).collect::<Result<Vec<_>, _>>()?;
+    times.sort_by(f64::total_cmp);
+    Ok(times[ROUNDS / 2])
 }

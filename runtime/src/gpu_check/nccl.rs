@@ -35,7 +35,7 @@ pub fn check_nccl() -> Result<String, String> {
 }
 
 /// Makes the first card's context this thread's.
-fn with_context<R>(run: impl FnOnce() -> Result<R, String>) -> Result<R, String> {
+pub(super) fn with_context<R>(run: impl FnOnce() -> Result<R, String>) -> Result<R, String> {
     let card = result::device::get(0).map_err(in_words)?;
     // SAFETY: the card is the driver's, and its context is given back below.
     #[allow(unsafe_code)]
@@ -97,11 +97,11 @@ fn keeps_numbers(cards: &DeviceGroup, operation: usize) -> Result<(), String> {
 }
 
 #[allow(unsafe_code)]
-fn allocate(bytes: usize) -> Result<CUdeviceptr, String> {
+pub(super) fn allocate(bytes: usize) -> Result<CUdeviceptr, String> {
     // SAFETY: a context is current; whoever asks frees the memory.
     unsafe { result::malloc_sync(bytes) }.map_err(in_words)
 }
 
-fn in_words(error: DriverError) -> String {
+pub(super) fn in_words(error: DriverError) -> String {
     format!("the driver says {error:?}")
 }

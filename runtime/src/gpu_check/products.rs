@@ -1,4 +1,4 @@
-//! Rates of what is bound by arithmetic: matrix products of cubek, and attention.
+//! Rates of what is bound by arithmetic: matrix products of cubek and cuBLASLt, and attention.
 
 use cubek_matmul::multi_level;
 use cubek_matmul::strategy::Strategy;
@@ -94,13 +94,13 @@ fn multiply(device: &Device, strategy: &Strategy, shape: Shape, of: [&Buffer; 3]
 pub fn products_of_odd_sizes(checks: &mut Checks) {
     let device = checks.device;
     for ([rows, depth, columns], format) in device.in_each_format(ODD) {
-        let [a, b] = [held(rows * depth, 1, 1.0, format), held(depth * columns, 2, 1.0, format)];
+        let [held_a, held_b] = [held(rows * depth, 1, 1.0, format), held(depth * columns, 2, 1.0, format)];
         let at = |place: usize| -> f64 {
             let (row, column) = (place / columns, place % columns);
-            (0..depth).map(|k| f64::from(a[row * depth + k]) * f64::from(b[k * columns + column])).sum()
+            (0..depth).map(|k| f64::from(held_a[row * depth + k]) * f64::from(held_b[k * columns + column])).sum()
         };
         let expected: Vec<f64> = (0..rows * columns).map(at).collect();
-        let [a, b] = [&a, &b].map(|numbers| device.upload(numbers, format));
+        let [a, b] = [&held_a, &held_b].map(|numbers| device.upload(numbers, format));
         for (name, strategy) in strategies(device) {
             let c = device.poisoned(rows * columns, format);
             // What cannot multiply such shapes says so, and is no error; what computes must be right.
@@ -108,6 +108,7 @@ pub fn products_of_odd_sizes(checks: &mut Checks) {
                 checks.compare(format!("{name} {rows} x {depth} x {columns}"), &c, &expected, 1e-5);
             }
         }
+        compare_library(checks, [rows, depth, columns], format, [&held_a, &held_b], &expected);
     }
 }
 
@@ -134,15 +135,65 @@ pub fn measure_products(device: &Device, full: bool) -> Vec<Computed> {
             let flops = 2.0 * rows as f64 * depth as f64 * columns as f64;
             found.push(Computed::new(kernel, format!("{rows} x {depth} x {columns}"), element, flops, seconds));
         }
+        found.extend(measure_library(device, shape, element));
     }
     found
 }
 
-/// Memory with random numbers, repeated where it is long: a card draws less power, and runs faster, on numbers that
-/// are all alike.
-fn filled(device: &Device, length: usize, element: Element) -> Buffer {
+/// cuBLASLt's numbers where a card has it; where it is missing, its times say so.
+#[cfg(all(feature = "cuda", feature = "cublaslt"))]
+fn compare_library(checks: &mut Checks, shape: Shape, format: Element, operands: [&[f32]; 2], expected: &[f64]) {
+    let device = checks.device;
+    if device.driver == Driver::Cuda
+        && let Ok(found) = super::cublaslt::multiply(shape, format, operands)
+    {
+        let [rows, depth, columns] = shape;
+        let found = device.upload(&found, format);
+        checks.compare(format!("cuBLASLt {rows} x {depth} x {columns}"), &found, expected, 1e-5);
+    }
+}
+
+#[cfg(not(all(feature = "cuda", feature = "cublaslt")))]
+fn compare_library(_: &mut Checks, _: Shape, _: Element, _: [&[f32]; 2], _: &[f64]) {}
+
+/// Rates of cuBLASLt's products, alone and with what follows them.
+#[cfg(all(feature = "cuda", feature = "cublaslt"))]
+fn measure_library(device: &Device, [rows, depth, columns]: Shape, element: Element) -> Vec<Computed> {
+    use crate::cublaslt::Epilogue;
+    let epilogues = [
+        ("cuBLASLt", Epilogue::Nothing),
+        ("cuBLASLt, bias and GeLU", Epilogue::BiasGelu),
+        ("cuBLASLt, gradient of a bias", Epilogue::BiasGradient),
+    ];
+    if device.driver == Driver::Wgpu {
+        return Vec::new();
+    }
+    let [a, b] = [random(rows * depth, element), random(depth * columns, element)];
+    let flops = 2.0 * rows as f64 * depth as f64 * columns as f64;
+    let row = |(kernel, epilogue)| {
+        let seconds = super::cublaslt::measure([rows, depth, columns], element, epilogue, [&a, &b]);
+        Computed::new(kernel, format!("{rows} x {depth} x {columns}"), element, flops, seconds)
+    };
+    epilogues.map(row).into()
+}
+
+#[cfg(not(all(feature = "cuda", feature = "cublaslt")))]
+fn measure_library(_: &Device, _: Shape, _: Element) -> Vec<Computed> {
+    Vec::new()
+}
+
+/// Random numbers, repeated where they are many: a card draws less power, and runs faster, on numbers that are all
+/// alike.
+fn random(length: usize, element: Element) -> Vec<f32> {
     let numbers = held(length.min(1 << 20), 1, 1.0, element);
-    device.upload(&numbers.repeat(length.div_ceil(numbers.len()))[..length], element)
+    let mut all = numbers.repeat(length.div_ceil(numbers.len()));
+    all.truncate(length);
+    all
+}
+
+/// Memory with random numbers.
+fn filled(device: &Device, length: usize, element: Element) -> Buffer {
+    device.upload(&random(length, element), element)
 }
 
 /// Rates of the attention core, forward and backward.

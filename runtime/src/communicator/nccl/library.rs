@@ -1,14 +1,13 @@
 //! The functions of NCCL and of the CUDA driver that groups call, from their libraries.
 
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint};
 
 pub use cudarc::nccl::sys::ncclUniqueId as UniqueId;
 use cudarc::nccl::sys::{ncclConfig_t, ncclResult_t};
 use ir::error::Problem;
-use libloading::Library;
 
-/// A communicator, stream, event or context, as the libraries name them.
-pub type Handle = *mut c_void;
+pub use crate::library::Handle;
+use crate::library::{find, functions};
 
 /// NCCL's result of a call that is done.
 pub const SUCCESS: c_int = ncclResult_t::ncclSuccess as c_int;
@@ -32,27 +31,6 @@ pub struct Nccl {
     pub driver: DriverFunctions,
     /// As `ncclGetVersion` counts: 21805 is 2.18.5.
     pub version: u32,
-}
-
-/// Declares a table of a library's functions and how it is read.
-macro_rules! functions {
-    ($(#[$doc:meta])* $table:ident { $($field:ident: $symbol:literal($($argument:ty),*) $(-> $result:ty)?,)* }) => {
-        $(#[$doc])*
-        #[derive(Clone, Copy, Debug)]
-        #[allow(missing_docs, reason = "a field is called like its function, which the library documents")]
-        pub struct $table {
-            $(pub $field: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
-        }
-
-        impl $table {
-            /// The functions of a library.
-            #[allow(unsafe_code)]
-            fn of(library: &Library) -> Result<$table, libloading::Error> {
-                // SAFETY: the types are those of the libraries' headers, and the library is never unloaded.
-                unsafe { Ok($table { $($field: *library.get($symbol)?,)* }) }
-            }
-        }
-    };
 }
 
 functions! {
@@ -203,33 +181,4 @@ impl NcclFunctions {
 /// A version as people write it.
 pub fn readable_version(version: u32) -> String {
     format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
-}
-
-/// Functions of the first library that is there, which stays.
-#[allow(unsafe_code)]
-fn find<F>(
-    what: &str,
-    names: [&str; 2],
-    help: &str,
-    functions: fn(&Library) -> Result<F, libloading::Error>,
-) -> Result<F, Problem> {
-    let mut reason = String::new();
-    for name in names {
-        // SAFETY: loading runs the library's initialization, as linking with it would.
-        match unsafe { Library::new(name) } {
-            Err(error) => reason = in_words(&error),
-            Ok(library) => {
-                let found = functions(&library);
-                std::mem::forget(library);
-                return found
-                    .map_err(|error| Problem::new(format!("a function is missing: {}", in_words(&error)), name, help));
-            }
-        }
-    }
-    Err(Problem::new(format!("{what} is not installed: {reason}"), names.join(", "), help))
-}
-
-/// An error as the system's linker explains it, which names the library or function.
-fn in_words(error: &libloading::Error) -> String {
-    std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
