@@ -6,13 +6,16 @@ use ir::units::Seconds;
 use super::StageTime;
 use super::order::{PassKind, StagePass, pass_order};
 
+/// Rounds over which the period is taken: unequal parts may repeat themselves after two or three only.
+const PERIOD_ROUNDS: usize = 4;
+
 /// What a simulation shows.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Simulated {
     /// When the last stage ends.
     pub end: Seconds,
-    /// Mean time between micro-batches at the start of the model, over the last as many as there are stages: the
-    /// period of the steady state, if it was reached.
+    /// Mean time between micro-batches at the start of the model, over the last rounds of as many as there are stages:
+    /// the period of the steady state, if it was reached.
     pub period: Seconds,
 }
 
@@ -38,7 +41,7 @@ pub fn simulate(pipeline: Pipeline, parts: &[StageTime], transfer: Seconds) -> S
         assert!(remaining < before, "all schedules are free of deadlock");
     }
     let begun = &events.forward_end[..pipeline.micro_batches as usize];
-    let before = begun.len().saturating_sub(1 + orders.len());
+    let before = begun.len().saturating_sub(1 + PERIOD_ROUNDS * orders.len());
     let span = begun.last().map_or(0.0, |last| last - begun[before]);
     let period = Seconds(span / (begun.len() - 1 - before).max(1) as f64);
     Simulated { end: Seconds(events.free.into_iter().fold(0.0, f64::max)), period }

@@ -147,6 +147,17 @@ fn as_parts(times: &[[u64; 3]]) -> Vec<StageTime> {
     times.iter().map(|[f, b, w]| stage(*f as f64, *b as f64, *w as f64)).collect()
 }
 
+/// Parts that repeat themselves after several rounds only.
+#[test]
+fn extrapolation_knows_rounds_that_differ() {
+    let times = [[1, 2, 0], [8, 2, 0], [4, 4, 0], [1, 3, 0], [1, 1, 0], [4, 6, 0]];
+    let pipeline =
+        Pipeline { schedule: ScheduleKind::Interleaved, num_stages: 3, virtual_stages: 2, micro_batches: 273 };
+    let whole = simulate(pipeline, &as_parts(&times), Seconds(0.0)).end.0;
+    let short = pipeline_time(pipeline, &as_parts(&times), Seconds(0.0)).0;
+    assert!((whole / short - 1.0).abs() < 0.01, "{whole} {short}");
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
     #[test]
