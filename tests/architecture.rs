@@ -154,12 +154,15 @@ fn profiles_are_called_as_their_files() {
         hardware_profiles::builtin_stacks().expect("the stacks are sound").into_iter().map(|s| s.name).collect();
     let expected = [
         "alpa",
+        "deepspeed-hf-2023",
         "deepspeed-zero",
         "fsdp-2023",
         "fsdp-2024",
         "fsdp-compile-2024",
+        "fsdp-te-2025",
         "maxtext-2024",
         "megatron-2021",
+        "megatron-2022",
         "megatron-core-2024",
         "megatron-core-2025",
         "megatron-core-2026",

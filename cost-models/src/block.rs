@@ -21,7 +21,7 @@ use petgraph::graph::NodeIndex;
 use petgraph::unionfind::UnionFind;
 use petgraph::visit::EdgeRef;
 
-use crate::collective::{CollectiveKind, Placement, collective_time, copies_across, exchange_time};
+use crate::collective::{CollectiveKind, Placement, collective_time, exchange_time};
 use crate::machine::Machine;
 use context::context_exchange_times;
 pub use kept::{BlockStructure, block_structure};
@@ -235,8 +235,11 @@ fn flash_attention_time(products: &[Product], case: BlockCase) -> Seconds {
     if flops == 0.0 {
         return Seconds(0.0);
     }
-    let speed = case.machine.stack.kernels.attention_speed.as_ref().map_or(1.0, |speed| speed.value);
-    let rate = case.machine.peak_rate(case.dtype).0 * case.machine.device.flash_attention_efficiency.value * speed;
+    let Machine { device, stack, .. } = case.machine;
+    let speed = stack.kernels.attention_speed.as_ref().map_or(1.0, |speed| speed.value);
+    let second = device.flash_attention_2_efficiency.as_ref().filter(|_| stack.kernels.flash_attention_2);
+    let efficiency = second.unwrap_or(&device.flash_attention_efficiency).value;
+    let rate = case.machine.peak_rate(case.dtype).0 * efficiency * speed;
     Seconds(flops * CAUSAL_SHARE / rate).max(case.machine.stack.kernels.launch_floor.value)
 }
 
@@ -438,11 +441,11 @@ fn expert_exchange_time(block: &Block, case: BlockCase) -> Seconds {
         let bytes = whole_activation(block, node, case) / case.split.tensor_parallel as f64;
         let group = case.expert_group;
         let choices = block.graph[node].output.extent(DimName::Choice).map_or(1, |extent| extent.value(case.extents));
-        let far = match experts.is_some_and(|experts| experts.one_copy_per_domain) {
-            true => copies_across(group.domains, choices) / choices as f64,
-            false => group.far_share(),
+        let shares = match experts.is_some_and(|experts| experts.one_copy_per_domain) {
+            true => group.shares_of_copies(choices),
+            false => group.shares(),
         };
-        exchange_time(Bytes(bytes as u64), far, group, case.machine) * 2.0
+        exchange_time(Bytes(bytes as u64), shares, group, case.machine) * 2.0
     };
     routed.map(time).sum()
 }

@@ -30,11 +30,20 @@ pub enum CollectiveKind {
     ReduceScatter,
 }
 
-/// Copies of a token that cross the network if each domain gets at most one, with `choices` experts chosen at random
-/// of `domains`: the other domains times the chance that one of them holds some expert.
-pub fn copies_across(domains: u64, choices: u64) -> f64 {
-    let domains = domains as f64;
-    (domains - 1.0) * (1.0 - (1.0 - 1.0 / domains).powi(choices as i32))
+/// Shares of what a rank exchanges with its group that pass the fast links and the network.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ExchangeShares {
+    /// Over the links of a fast domain.
+    pub near: f64,
+    /// Over the network.
+    pub far: f64,
+}
+
+/// Of `among` equal places those that hold at least one of `choices` experts, chosen at random: their number times the
+/// chance that one does.
+fn places_chosen(among: u64, choices: u64) -> f64 {
+    let among = among as f64;
+    among * (1.0 - (1.0 - 1.0 / among).powi(choices as i32))
 }
 
 impl Placement {
@@ -43,9 +52,18 @@ impl Placement {
         self.domains == 1
     }
 
-    /// Share of what a rank exchanges with all of its group that goes to other fast domains.
-    pub fn far_share(self) -> f64 {
-        (self.size - self.per_domain) as f64 / self.size as f64
+    /// Of an exchange of each rank with each other.
+    pub fn shares(self) -> ExchangeShares {
+        let size = self.size as f64;
+        ExchangeShares { near: (self.per_domain - 1) as f64 / size, far: (self.size - self.per_domain) as f64 / size }
+    }
+
+    /// Of tokens with `choices` experts each, where one copy crosses the network for each domain that holds some of them,
+    /// which passes on one for each rank that does (deepseek-ai/DeepEP, csrc/kernels/layout.cu, is_token_in_rank).
+    pub fn shares_of_copies(self, choices: u64) -> ExchangeShares {
+        let of = |places: u64, others: u64| places_chosen(places, choices) * (others - 1) as f64 / others as f64;
+        let [near, far] = [of(self.size, self.per_domain), of(self.domains, self.domains)];
+        ExchangeShares { near: near / choices as f64, far: far / choices as f64 }
     }
 }
 
@@ -116,13 +134,11 @@ fn latency(kind: CollectiveKind, steps: f64, placement: Placement, machine: &Mac
     }
 }
 
-/// Time of an all_to_all in which each rank holds `size` bytes, of which the share `far` goes through the network:
-/// that and what stays in the domain move beside each other, each rank with its own share of the network cards.
-pub fn exchange_time(size: Bytes, far: f64, placement: Placement, machine: &Machine) -> Seconds {
-    let n = placement.size as f64;
+/// Time of an all_to_all in which each rank holds `size` bytes: what goes through the network and what passes the links
+/// of the domain move beside each other, each rank with its own share of the network cards.
+pub fn exchange_time(size: Bytes, shares: ExchangeShares, placement: Placement, machine: &Machine) -> Seconds {
     let links = &machine.cluster.intra;
-    let near = size.scale((placement.per_domain as f64 - 1.0) / n);
-    let far = size.scale(far);
+    let [near, far] = [shares.near, shares.far].map(|share| size.scale(share));
     let fast = links.bandwidth_per_gpu_per_direction.value * links.efficiency.value;
     let network = &machine.cluster.inter;
     let cards = network.bandwidth_per_nic_per_direction.value * machine.cluster.nics_per_gpu();
@@ -144,4 +160,22 @@ pub fn send_time(size: Bytes, inside: bool, machine: &Machine) -> Seconds {
     let card = network.bandwidth_per_nic_per_direction.value * network.efficiency.value;
     let bandwidth = card * machine.cluster.nics_per_gpu().min(1.0);
     network.hop_latency.value + size / bandwidth
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_goes_to_a_place_once() {
+        let domain = Placement { size: 8, per_domain: 8, domains: 1 };
+        let near = domain.shares_of_copies(8).near;
+        assert!((near - 0.574).abs() < 0.001, "5.25 of 8 ranks are chosen, 7 of 8 of them others: {near}");
+        for placement in [domain, Placement { size: 32, per_domain: 8, domains: 4 }] {
+            let [alone, each] = [placement.shares_of_copies(1), placement.shares()];
+            assert!((alone.far - each.far).abs() < 1e-12 && alone.near >= each.near, "{alone:?} {each:?}");
+            let many = placement.shares_of_copies(8);
+            assert!(many.near < alone.near && (many.far < alone.far || many.far == 0.0), "{many:?}");
+        }
+    }
 }

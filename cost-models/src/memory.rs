@@ -66,6 +66,10 @@ pub struct StageLoad {
     pub workspace: Bytes,
     /// Whether the optimizer state lives in host memory.
     pub offloads_optimizer: bool,
+    /// Whether ZeRO-3 keeps gathered weights whole.
+    pub keeps_weights: bool,
+    /// Whether ZeRO-3 keeps accumulated gradients whole.
+    pub keeps_gradients: bool,
 }
 
 /// Memory of a rank by term.
@@ -152,7 +156,12 @@ pub fn stage_memory(
     let gradient = if fused { bytes.gradient } else { dtype.bytes() };
     let largest = load.largest_block.min(load.parameters);
     let placeholders = if profile.gradient_placeholders { load.largest_layer * dtype.bytes() } else { 0 };
-    let gathered = Bytes(largest * (gathered * dtype.bytes() + unreduced * gradient) + placeholders);
+    let weights = if load.keeps_weights { load.parameters } else { largest * gathered } * dtype.bytes();
+    let unreduced = match load.keeps_gradients {
+        true => load.parameters * bytes.gradient,
+        false => largest * unreduced * gradient,
+    };
+    let gathered = Bytes(weights + unreduced + placeholders);
     let mut memory = StageMemory {
         state,
         activations: load.activations,

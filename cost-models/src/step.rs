@@ -5,9 +5,12 @@ mod data;
 mod load;
 mod provenance;
 mod tail;
+#[cfg(test)]
+mod tests;
 
 use std::collections::BTreeMap;
 
+use hardware_profiles::device::MatmulFormat;
 use ir::graph::{Block, BlockRole, Extents, ModelGraph};
 use ir::mesh::{Axis, GroupFamily, MeshOrder, build_mesh};
 use ir::model::{MAX_LAYER_RUNS, ModelSpec, Workload};
@@ -24,8 +27,8 @@ use crate::memory::state_bytes;
 use crate::pipeline::{StageTime, pipeline_time, stage_totals};
 pub use bound::{passes_lower_bound, pipeline_lower_bound_of, split_lower_bound, step_lower_bound, tail_lower_bound};
 use data::{HeldParameters, exposed, state_groups};
-use load::shards_of;
 pub use load::{host_memory_of, least_layer_memory, stage_load, stage_memory_holding, stage_memory_of};
+use load::{kept_whole, shards_of};
 use tail::longest_tail;
 
 pub use provenance::with_provenance;
@@ -183,9 +186,10 @@ pub fn block_times(scenario: Scenario, blocks: &PerBlock<CostedBlock>, strategy:
         Recompute::Partial => (Recompute::None, Recompute::Full),
         all => (all, all),
     };
-    let layers = |recompute| blocks.layers.map(|block| block_time(scenario, block, strategy, recompute));
+    let bytes = gathered_bytes(scenario);
+    let layers = |recompute| blocks.layers.map(|block| block_time(scenario, block, strategy, recompute, bytes.layers));
     let ends = |block: CostedBlock| {
-        let mut time = block_time(scenario, block, strategy, Recompute::None);
+        let mut time = block_time(scenario, block, strategy, Recompute::None, bytes.ends);
         // Logits' gradients are too large to be held: the head's weights are not left for later.
         time.pass.weights = Seconds(0.0);
         time
@@ -199,7 +203,28 @@ pub fn block_times(scenario: Scenario, blocks: &PerBlock<CostedBlock>, strategy:
     }
 }
 
-fn block_time(scenario: Scenario, block: CostedBlock, strategy: &Strategy, recompute: Recompute) -> BlockTime {
+/// Bytes of a weight as ZeRO-3 gathers it.
+#[derive(Clone, Copy)]
+struct GatheredBytes {
+    layers: u64,
+    /// Of the embedding and the head, whose products are in the model's format.
+    ends: u64,
+}
+
+fn gathered_bytes(scenario: Scenario) -> GatheredBytes {
+    let machine = scenario.machine;
+    let whole = state_bytes(machine, scenario.model.dtype).weight;
+    let low = machine.stack.kernels.low_precision.as_ref().filter(|_| machine.matmul_format != MatmulFormat::Model);
+    GatheredBytes { layers: if low.is_some_and(|low| low.gathers_converted) { 1 } else { whole }, ends: whole }
+}
+
+fn block_time(
+    scenario: Scenario,
+    block: CostedBlock,
+    strategy: &Strategy,
+    recompute: Recompute,
+    gathered: u64,
+) -> BlockTime {
     let cost = block.cost;
     let (recomputation, repeated_communication) = match recompute {
         Recompute::None => (Seconds(0.0), Seconds(0.0)),
@@ -223,7 +248,7 @@ fn block_time(scenario: Scenario, block: CostedBlock, strategy: &Strategy, recom
         + exchange_backward;
     let [waits, waits_back] = host_waits(scenario, &cost, strategy, recompute, [forward, backward]);
     let (forward, backward) = (forward + waits, backward + waits_back);
-    let [data_forward, data_backward] = sharded_state_time(scenario, block, strategy, [forward, backward]);
+    let [data_forward, data_backward] = sharded_state_time(scenario, block, strategy, [forward, backward], gathered);
     BlockTime {
         compute: cost.forward + cost.backward + accumulation + waits + waits_back,
         recomputation,
@@ -283,26 +308,31 @@ fn gradient_accumulation_time(scenario: Scenario, parameters: u64, strategy: &St
 /// Data-axis collectives of every micro-batch that computation does not cover, forward and backward.
 ///
 /// ZeRO-3 gathers a block's weights before each pass and reduce-scatters its gradients after; ZeRO-2
-/// reduce-scatters only (arXiv 1910.02054, section 7).
+/// reduce-scatters only (arXiv 1910.02054, section 7). What software does once a step belongs to the tail.
 fn sharded_state_time(
     scenario: Scenario,
     block: CostedBlock,
     strategy: &Strategy,
     passes: [Seconds; 2],
+    gathered: u64,
 ) -> [Seconds; 2] {
     if strategy.zero_stage < ZeroStage::Gradients || shards_of(strategy).dense == 1 || block.parameters == 0 {
         return [Seconds(0.0); 2];
     }
     let machine = scenario.machine;
+    let kept = kept_whole(strategy, machine);
     let bytes = state_bytes(machine, scenario.model.dtype);
     let held = HeldParameters { all: block.parameters, experts: block.expert_parameters };
     let groups = state_groups(strategy, machine).shards;
     let time = |kind, per_parameter| held.collective_time(kind, per_parameter, groups, machine);
     let [_, waiting] = machine.waiting();
-    let scatter = time(CollectiveKind::ReduceScatter, bytes.gradient);
+    let (scatter, scatters) = match kept.gradients {
+        true => (Seconds(0.0), 0.0),
+        false => (time(CollectiveKind::ReduceScatter, bytes.gradient), 1.0),
+    };
     let (gather, gathers) = match strategy.zero_stage {
-        ZeroStage::Parameters => (time(CollectiveKind::AllGather, bytes.weight), 1.0),
-        ZeroStage::None | ZeroStage::OptimizerState | ZeroStage::Gradients => (Seconds(0.0), 0.0),
+        ZeroStage::Parameters if !kept.weights => (time(CollectiveKind::AllGather, gathered), 1.0),
+        _ => (Seconds(0.0), 0.0),
     };
     let covered = machine.stack.overlap.parameter_gather.value;
     let exposed = |communication: Seconds, pass: Seconds| exposed(communication, pass * covered, machine);
@@ -310,7 +340,12 @@ fn sharded_state_time(
     let ranks = shards_of(strategy).dense;
     let part = |bytes: u64| machine.copy_time(Bytes(block.parameters * bytes / ranks));
     let each = |bytes: u64| waiting + machine.further(block.tensors) + part(bytes);
-    let [gathering, scattering] = [each(bytes.weight) * gathers, each(bytes.gradient)];
+    let copied = |bytes: u64| match machine.stack.overlap.copies_gathered {
+        true => Bytes(block.parameters * bytes) / machine.streaming_bandwidth(),
+        false => Seconds(0.0),
+    };
+    let gathering = (each(bytes.weight) + copied(2 * gathered)) * gathers;
+    let scattering = (each(bytes.gradient) + copied(bytes.weight + bytes.gradient)) * scatters;
     [exposed(gather, passes[0]) + gathering, exposed(gather + scatter, passes[1]) + gathering + scattering]
 }
 

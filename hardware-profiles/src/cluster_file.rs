@@ -88,6 +88,8 @@ fn check_device(device: &DeviceProfile, origin: &str) -> Vec<ir::error::Problem>
     ];
     let present = peaks.into_iter().filter_map(|(name, peak)| Some((name.to_owned(), peak.as_ref()?.value.0)));
     positive.extend(present);
+    let second = device.flash_attention_2_efficiency.as_ref();
+    positive.extend(second.map(|share| ("flash_attention_2_efficiency".to_owned(), share.value)));
     let backward = device.flash_attention_backward.as_ref();
     positive.extend(backward.map(|ratio| ("flash_attention_backward".to_owned(), ratio.value)));
     positive.extend(device.board_power.as_ref().map(|power| ("board_power".to_owned(), power.value.0)));

@@ -24,6 +24,9 @@ pub struct DeviceProfile {
     pub matmul: MatmulProfile,
     /// Share of the matrix peak that a flash-attention kernel reaches, forward and backward together.
     pub flash_attention_efficiency: Sourced<f64>,
+    /// The same of FlashAttention-2's kernel, where others are made for the device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub flash_attention_2_efficiency: Option<Sourced<f64>>,
     /// Time of the attention core's backward pass over that of its forward pass; by FLOPs where absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub flash_attention_backward: Option<Sourced<f64>>,

@@ -28,6 +28,19 @@ pub struct GpuName {
     pub name: String,
     /// Clusters with it; memory and network of a run decide between them, else the first is meant.
     pub clusters: Vec<String>,
+    /// Clusters of one place, which only what was run there tells.
+    #[serde(default)]
+    pub sites: Vec<Site>,
+}
+
+/// A cluster that only some frameworks' runs come from.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Site {
+    /// The cluster.
+    pub cluster: String,
+    /// Names of the frameworks.
+    pub frameworks: Vec<String>,
 }
 
 /// A framework's name.
@@ -69,16 +82,25 @@ pub fn run_names() -> &'static RunNames {
     })
 }
 
+impl GpuName {
+    /// Clusters with it, those of single places included.
+    pub fn all_clusters(&self) -> impl Iterator<Item = &str> {
+        self.clusters.iter().chain(self.sites.iter().map(|site| &site.cluster)).map(String::as_str)
+    }
+}
+
 impl RunNames {
-    /// Clusters that an accelerator's name means.
+    /// Clusters that an accelerator's name means in runs of a framework.
     ///
     /// # Errors
     /// A problem with the nearest names, or with the reason why there is no profile.
-    pub fn clusters(&self, gpu: &str) -> Result<&[String], Problem> {
-        match self.gpus.iter().find(|known| known.name == gpu) {
-            Some(known) => Ok(&known.clusters),
-            None => Err(self.unknown("accelerator", gpu, self.gpus.iter().map(|known| &*known.name))),
-        }
+    pub fn clusters(&self, gpu: &str, framework: &str) -> Result<Vec<&str>, Problem> {
+        let Some(known) = self.gpus.iter().find(|known| known.name == gpu) else {
+            return Err(self.unknown("accelerator", gpu, self.gpus.iter().map(|known| &*known.name)));
+        };
+        let here = |site: &&Site| site.frameworks.iter().any(|name| name == framework);
+        let sites = known.sites.iter().filter(here).map(|site| &*site.cluster);
+        Ok(known.clusters.iter().map(|name| &**name).chain(sites).collect())
     }
 
     /// The stack that a framework's name means in a year; without a year the latest.

@@ -68,6 +68,9 @@ pub struct Offers {
     pub recompute: Vec<Recompute>,
     /// Pipeline schedules.
     pub schedules: Vec<ScheduleKind>,
+    /// Whether published runs that do not state parts of the model on a stage may interleave them.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub interleaves_unstated: bool,
     /// Whether partial recomputation computes the same number of layers again on each stage.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub same_recompute_on_stages: bool,
@@ -151,6 +154,9 @@ impl Offers {
 pub struct Kernels {
     /// Attention core in one kernel that stores no scores.
     pub flash_attention: bool,
+    /// Whether that kernel is FlashAttention-2's, which some devices run slower than kernels made for them.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub flash_attention_2: bool,
     /// Whether attention weights are dropped in training, by a kernel of its own where no flash kernel does it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub attention_dropout: bool,
@@ -203,6 +209,9 @@ pub struct LowPrecision {
     pub fp4_speed: Option<Sourced<f64>>,
     /// Bytes moved to convert one element of an operand, transposed copy and scales included.
     pub conversion_bytes: Sourced<f64>,
+    /// Whether ZeRO-3 converts layers' weights before it gathers them, to a byte each.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub gathers_converted: bool,
 }
 
 /// Kernels of routed experts.
@@ -213,8 +222,8 @@ pub struct ExpertKernels {
     pub grouped_speed: Sourced<f64>,
     /// Time of routing in one pass of a layer, whatever the number of tokens: counts, sorting, host synchronisation.
     pub routing: Sourced<Seconds>,
-    /// Whether a token crosses the network once for each domain that holds some of its experts, instead of once for
-    /// each of them (DeepEP, deepseek-ai/DeepEP, README, "normal kernels").
+    /// Whether a token crosses the network once for each domain, and the fast links once for each rank, that holds some
+    /// of its experts, instead of once for each of them (deepseek-ai/DeepEP, README, "normal kernels").
     #[serde(default)]
     pub one_copy_per_domain: bool,
     /// Share of the exchange of tokens that computation hides.
@@ -269,10 +278,50 @@ pub struct Overlap {
     pub copies: Vec<CopyRate>,
     /// Whether ZeRO-1 all_reduces gradients and then uses its part, instead of reduce_scatter.
     pub zero_one_all_reduces: bool,
+    /// Whether ZeRO-1 and 2 gather updated weights beside the next step's first forward pass.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub gathers_beside_forward: bool,
+    /// When ZeRO-3 gathers weights and reduces gradients.
+    #[serde(default, skip_serializing_if = "ShardedState::is_usual")]
+    pub sharded_state: ShardedState,
+    /// Whether weights that ZeRO-3 gathered are copied out of the collective's buffer, and gradients into one of their
+    /// format.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub copies_gathered: bool,
     /// Whether sends between stages run beside computation.
     pub pipeline_sends: bool,
     /// Whether each tensor rank sends its slice of a replicated activation, which is then gathered.
     pub sliced_sends: bool,
+}
+
+/// When ZeRO-3 gathers weights and reduces gradients.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ShardedState {
+    /// Both in every micro-batch, whose memory is that of a block.
+    #[default]
+    EachMicroBatch,
+    /// The same without pipeline stages; with them each once a step, and what is gathered and summed stays whole
+    /// (pytorch/torchtitan, docs/fsdp.md and models/llama3/parallelize.py, reshard_after_forward: not with pipelines;
+    /// pytorch/pytorch, distributed/pipelining/stage.py, backward_maybe_with_nosync).
+    OncePerStepInPipelines,
+    /// That, and gradients reduced once a step without pipeline stages too (NVIDIA-NeMo/Automodel, defer_fsdp_grad_sync).
+    ReducedOncePerStep,
+}
+
+impl ShardedState {
+    fn is_usual(&self) -> bool {
+        *self == ShardedState::EachMicroBatch
+    }
+
+    /// Whether weights stay gathered over a step's micro-batches.
+    pub fn keeps_weights(self, pipeline_parallel: u64) -> bool {
+        self != ShardedState::EachMicroBatch && pipeline_parallel > 1
+    }
+
+    /// Whether gradients stay whole over a step's micro-batches.
+    pub fn keeps_gradients(self, pipeline_parallel: u64) -> bool {
+        self == ShardedState::ReducedOncePerStep || self.keeps_weights(pipeline_parallel)
+    }
 }
 
 /// Time that a collective takes beyond its messages where ranks are threads of a busy host: they reach it one after

@@ -36,7 +36,7 @@ pub(super) fn context_exchange_times(block: &Block, case: BlockCase, attention: 
             let context = block.graph.node_indices().find(|node| block.graph[*node].name == "context");
             let queries = context.map_or(0.0, |node| case.bytes(block, node));
             let bytes = Bytes((2.0 * queries + keys_and_values) as u64);
-            [exchange_time(bytes, group.far_share(), group, case.machine); 2]
+            [exchange_time(bytes, group.shares(), group, case.machine); 2]
         }
     }
 }

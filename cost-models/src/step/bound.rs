@@ -111,10 +111,15 @@ pub fn tail_lower_bound(
     let machine = scenario.machine;
     let again = if strategy.recompute == Recompute::Partial { layers } else { whole.recomputed };
     let longest = StageContent { recomputed: again, ..whole };
-    let backward: Seconds = times.parts(&longest).map(|(count, block)| block.pass.backward * count as f64).sum();
     let received = transfer_time(scenario, strategy, blocks) * strategy.virtual_stages as f64;
+    let of_stage = |pass: fn(StageTime) -> Seconds| -> Seconds {
+        let all: Seconds = times.parts(&longest).map(|(count, block)| pass(block.pass) * count as f64).sum();
+        all * (1.0 / stages as f64) + received
+    };
+    let host = machine.stack.overhead.micro_batch.value;
+    let passes = [of_stage(|pass| pass.forward) + host, of_stage(|pass| pass.backward)];
     let tensors = sum(|block| block.tensors) / stages;
-    let tail = tail_of(scenario, strategy, held, tensors, backward * (1.0 / stages as f64) + received);
+    let tail = tail_of(scenario, strategy, held, tensors, passes);
     if experts == 0 || stages == 1 {
         return tail.total();
     }

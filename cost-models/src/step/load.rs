@@ -8,6 +8,7 @@ use ir::units::Bytes;
 use super::data::HeldParameters;
 use super::{CostedBlock, PerBlock, Scenario, StageContent};
 use crate::block::BlockCost;
+use crate::machine::Machine;
 use crate::memory::{Shards, StageLoad, StageMemory, stage_memory, state_bytes};
 use crate::offload::host_memory;
 
@@ -30,7 +31,9 @@ pub fn stage_memory_holding(
     parts: &[StageContent],
     states: [HeldState; 3],
 ) -> StageMemory {
-    let load = load_holding(blocks, strategy, parts, states);
+    let mut load = load_holding(blocks, strategy, parts, states);
+    let kept = kept_whole(strategy, scenario.machine);
+    (load.keeps_weights, load.keeps_gradients) = (kept.weights, kept.gradients);
     stage_memory(load, strategy.zero_stage, shards_of(strategy), scenario.model.dtype, scenario.machine)
 }
 
@@ -42,6 +45,25 @@ pub(super) fn shards_of(strategy: &Strategy) -> Shards {
     let dense = strategy.shard_group * strategy.context_parallel;
     let experts = strategy.expert_parallel;
     Shards { dense, expert: if dense.is_multiple_of(experts) { dense / experts } else { 1 } }
+}
+
+/// What ZeRO-3 keeps whole over a step's micro-batches, instead of gathering or reducing it in each.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct KeptWhole {
+    pub(super) weights: bool,
+    pub(super) gradients: bool,
+}
+
+pub(super) fn kept_whole(strategy: &Strategy, machine: &Machine) -> KeptWhole {
+    let state = machine.stack.overlap.sharded_state;
+    let stages = strategy.pipeline_parallel;
+    let sharded = strategy.zero_stage == ZeroStage::Parameters;
+    // The gradients of a single micro-batch are reduced block by block either way.
+    let accumulates = strategy.num_micro_batches() > 1;
+    KeptWhole {
+        weights: sharded && state.keeps_weights(stages),
+        gradients: sharded && accumulates && state.keeps_gradients(stages),
+    }
 }
 
 /// Bytes that ranks of a stage hold in the host memory of a node.

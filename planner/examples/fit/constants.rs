@@ -116,9 +116,8 @@ const FIXED: [(&str, &str); 2] =
 /// odd extents at half of the rate without tensor cores, 78 of 312 TFLOP/s on A100 (NVIDIA A100 data sheet): 0.125.
 ///
 /// Stacks: FSDP of 2023 had FlashAttention's first kernels, 0.25 to 0.4 of A100's peak (arXiv 2307.08691, abstract), of
-/// the 0.454 of its profile; that of 2024 the second ones, on H100 298 TFLOP/s forward and 291 backward over 2,048 tokens
-/// (arXiv 2407.08608, figures 5 and 6), 0.296 of the peak, of the 0.45 of its profile. Both run layers operator by
-/// operator: PyTorch's own norm takes 509 us for both passes over 8192 x 4096 numbers of fp16 on A100 (pytorch/pytorch,
+/// the 0.454 of its profile; that of 2024 the second ones, whose efficiency H100's profile has. Both run layers operator
+/// by operator: PyTorch's own norm takes 509 us for both passes over 8192 x 4096 numbers of fp16 on A100 (pytorch/pytorch,
 /// pull request 87445), at five passes 659 GB/s or 0.37 of what its memory streams, and its 10 of the 42 tensors that a
 /// layer of GPT streams come with 6 more, the gradients of query, key and value that are concatenated:
 /// 42 / (10 / 0.37 + 32 + 6) = 0.65.
@@ -138,14 +137,14 @@ const PRIORS: [(&str, &str, f64); 18] = [
     ("gb200-186gb", "maximum", 0.729),
     ("gb300-288gb", "maximum", 0.729),
     ("fsdp-2023", "attention_speed", 0.716),
-    ("fsdp-2024", "attention_speed", 0.66),
+    ("fsdp-2024", "attention_speed", 1.0),
     ("fsdp-2023", "streaming_speed", 0.65),
     ("fsdp-2024", "streaming_speed", 0.65),
 ];
 
 /// Profiles that take numbers from a fitted one: all of an equal chip's matmul block with its origin, or single numbers,
 /// times a factor, that their own text explains.
-pub const DERIVED: [Derived; 4] = [
+pub const DERIVED: [Derived; 10] = [
     Derived { profile: "a100-sxm-40gb", of: "a100-sxm-80gb", fields: &["maximum", "eights", "odd"], factor: None },
     Derived { profile: "h200-sxm-141gb", of: "h100-sxm-80gb", fields: &["maximum"], factor: Some(1.0) },
     Derived { profile: "h100-sxm-hbm2e-96gb", of: "h100-sxm-80gb", fields: &["maximum"], factor: Some(0.922) },
@@ -156,16 +155,51 @@ pub const DERIVED: [Derived; 4] = [
             "matmul_speed",
             "launch_floor",
             "host_launch",
-            "attention_speed",
             "speed",
             "conversion_bytes",
             "parameter_gather",
-            "occupancy",
             "micro_batch",
             "step",
         ],
         factor: Some(1.0),
     },
+    Derived { profile: "fsdp-compile-2024", of: "fsdp-2023", fields: &["occupancy"], factor: Some(1.0) },
+    Derived { profile: "fsdp-te-2025", of: "fsdp-2023", fields: &["occupancy"], factor: Some(1.0) },
+    Derived { profile: "megatron-2022", of: "megatron-2021", fields: MEGATRON, factor: Some(1.0) },
+    Derived {
+        profile: "alpa",
+        of: "megatron-2021",
+        fields: &["matmul_speed", "streaming_speed", "step"],
+        factor: Some(1.0),
+    },
+    Derived { profile: "deepspeed-hf-2023", of: "fsdp-2023", fields: EAGER, factor: Some(1.0) },
+    Derived { profile: "fsdp-te-2025", of: "megatron-core-2025", fields: TRANSFORMER_ENGINE, factor: Some(1.0) },
+];
+
+/// What Megatron of 2022 has of that of 2021.
+const MEGATRON: &[&str] =
+    &["matmul_speed", "launch_floor", "host_launch", "streaming_speed", "parameter_gather", "micro_batch", "step"];
+/// What layers that run operator by operator have in common.
+const EAGER: &[&str] = &[
+    "matmul_speed",
+    "launch_floor",
+    "host_launch",
+    "streaming_speed",
+    "gradient_reduction",
+    "parameter_gather",
+    "micro_batch",
+    "step",
+];
+/// Kernels of Transformer Engine.
+const TRANSFORMER_ENGINE: &[&str] = &[
+    "matmul_speed",
+    "launch_floor",
+    "host_launch",
+    "streaming_speed",
+    "attention_speed",
+    "speed",
+    "grouped_speed",
+    "routing",
 ];
 
 /// Numbers of a profile that are another's.

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use hardware_profiles::find_cluster;
-use hardware_profiles::run_names::run_names;
+use hardware_profiles::run_names::{GpuName, run_names};
 use ir::error::Problem;
 
 use super::Subject;
@@ -148,10 +148,9 @@ fn other_device(row: &Row, subject: &Subject) -> bool {
     if (stated / memory - 1.0).abs() > MEMORY_TOLERANCE {
         return true;
     }
-    let device = |name: &String| find_cluster(name, "run_names.ron").map_or(String::new(), |cluster| cluster.device);
-    let names = run_names();
-    let devices = |clusters: &[String]| -> Vec<String> { clusters.iter().map(device).collect() };
-    let built_in = names.gpus.iter().any(|gpu| devices(&gpu.clusters).contains(&subject.device.name));
-    let Ok(meant) = names.clusters(&row.run.gpu) else { return false };
-    built_in && !devices(meant).contains(&subject.device.name)
+    let device = |name: &str| find_cluster(name, "run_names.ron").map_or(String::new(), |cluster| cluster.device);
+    let gpus = &run_names().gpus;
+    let is_meant = |gpu: &GpuName| gpu.all_clusters().any(|name| device(name) == subject.device.name);
+    let Some(named) = gpus.iter().find(|gpu| gpu.name == row.run.gpu) else { return false };
+    gpus.iter().any(is_meant) && !is_meant(named)
 }

@@ -24,6 +24,8 @@ const ORIGIN: &str = "run_names.ron";
 const GIGABIT: f64 = 0.125e9;
 /// Bytes of a GB in a device's nominal memory.
 const GIGABYTE: f64 = 1e9;
+/// Widest expert degree that is tried where a row has none.
+const MOST_EXPERTS: u64 = 1024;
 /// Micro-batches that are tried where a row has none.
 const MICRO_BATCHES: [u64; 4] = [1, 2, 4, 8];
 
@@ -91,7 +93,7 @@ fn needed(cell: Option<u64>, column: &str) -> Result<u64, String> {
 
 fn machine_of(run: &Run) -> Result<Machine, String> {
     let names = run_names();
-    let clusters = names.clusters(&run.gpu).map_err(|problem| problem.to_string())?;
+    let clusters = names.clusters(&run.gpu, &run.framework).map_err(|problem| problem.to_string())?;
     let stack = names.stack(&run.framework, run.year).map_err(|problem| problem.to_string())?;
     let find = |error: hardware_profiles::Error| error.to_string();
     let stack = find_stack(stack, ORIGIN).map_err(find)?;
@@ -244,19 +246,18 @@ fn feed_forward_of(run: &Run, family: Family, gated: bool, [hidden, layers]: [u6
 /// Unstated recomputation is any that the stack offers, an unstated micro-batch any small one that divides the batch.
 fn layouts_of(run: &Run, machine: &Machine) -> Result<Vec<Strategy>, String> {
     let gpus = needed(run.gpus, "gpus")?;
-    let [tensor, pipeline, data] = [needed(run.tp, "tp")?, needed(run.pp, "pp")?, needed(run.dp, "dp")?];
     let context = run.cp.unwrap_or(1);
+    // Software without an axis leaves its cell blank, and one degree follows from the others.
+    let offers = &machine.stack.offers;
+    let tensor = needed(run.tp.or((!offers.tensor_parallel).then_some(1)), "tp")?;
+    let pipeline = needed(run.pp.or((!offers.pipeline_parallel).then_some(1)), "pp")?;
+    let others = tensor.saturating_mul(pipeline).saturating_mul(context);
+    let data = needed(run.dp.or(Some(gpus / others).filter(|data| *data > 0)), "dp")?;
     let product = [tensor, pipeline, data, context].into_iter().try_fold(1, u64::checked_mul);
     if product != Some(gpus) {
         return Err(format!("tp {tensor} x pp {pipeline} x dp {data} x cp {context} is not {gpus} GPUs"));
     }
-    let expert = run.ep.unwrap_or(1);
-    if !(data * context).is_multiple_of(expert) {
-        return Err(format!("ep {expert} does not divide dp x cp {}", data * context));
-    }
-    if let Some(experts) = run.num_experts.filter(|experts| !experts.is_multiple_of(expert)) {
-        return Err(format!("ep {expert} does not divide {experts} experts"));
-    }
+    let experts = experts_of(run, machine, data * context)?;
     let batch = needed(run.global_batch, "global_batch")?;
     if !batch.is_multiple_of(data) {
         return Err(format!("a batch of {batch} is not whole sequences on {data} replicas"));
@@ -268,36 +269,73 @@ fn layouts_of(run: &Run, machine: &Machine) -> Result<Vec<Strategy>, String> {
     if let Some(size) = run.micro_batch.filter(|size| !batch.is_multiple_of(size.saturating_mul(data))) {
         return Err(format!("a batch of {batch} is not whole micro-batches of {size} on {data} replicas"));
     }
-    let possible = |recompute: &Recompute| match run.recompute {
-        Some(stated) => *recompute == stated,
-        None => machine.stack.offers.recompute.contains(recompute),
+    let recompute = match run.recompute {
+        Some(stated) => vec![stated],
+        None => Recompute::ALL.into_iter().filter(|some| machine.stack.offers.recompute.contains(some)).collect(),
     };
-    let parts = run.vpp.unwrap_or(1);
-    let schedule = if parts > 1 { ScheduleKind::Interleaved } else { ScheduleKind::OneForwardOneBackward };
     let layers = needed(run.layers, "layers")?;
+    let parts = parts_of(run, machine, [layers, pipeline])?;
+    let plain = Strategy {
+        context_parallel: context,
+        zero_stage: run.zero_stage.unwrap_or(ZeroStage::None),
+        sequence_parallel: run.sequence_parallel.unwrap_or(false) && tensor > 1,
+        ..Strategy::plain([tensor, pipeline, data], batch)
+    };
+    let layouts = with_each(vec![plain], &micro_batches, |layout, size| layout.micro_batch = size);
+    let layouts = with_each(layouts, &parts, |layout, parts| {
+        layout.virtual_stages = parts;
+        layout.schedule = if parts > 1 { ScheduleKind::Interleaved } else { ScheduleKind::OneForwardOneBackward };
+    });
+    let whole = |layout: &Strategy| layout.schedule.allows_micro_batches(batch / (layout.micro_batch * data), pipeline);
+    let layouts: Vec<Strategy> = layouts.into_iter().filter(whole).collect();
+    if layouts.is_empty() {
+        return Err(format!("its micro-batches are not whole groups of {pipeline}, which interleaved stages need"));
+    }
+    let layouts = with_each(layouts, &experts, |layout, experts| layout.expert_parallel = experts);
+    Ok(with_each(layouts, &recompute, |layout, recompute| layout.recompute = recompute))
+}
+
+/// Each layout with each value.
+fn with_each<T: Copy>(layouts: Vec<Strategy>, values: &[T], set: impl Fn(&mut Strategy, T)) -> Vec<Strategy> {
+    let with = |layout: &Strategy, value: T| {
+        let mut layout = layout.clone();
+        set(&mut layout, value);
+        layout
+    };
+    layouts.iter().flat_map(|layout| values.iter().map(|value| with(layout, *value))).collect()
+}
+
+/// Expert degrees that a row leaves possible: where it states none, one, and the most that its experts and ranks divide
+/// by if the stack spreads experts.
+fn experts_of(run: &Run, machine: &Machine, ranks: u64) -> Result<Vec<u64>, String> {
+    let Some(stated) = run.ep else {
+        let most = run.num_experts.filter(|_| machine.stack.offers.expert_parallel.is_some()).unwrap_or(1).min(ranks);
+        let divides =
+            |degree: &u64| ranks.is_multiple_of(*degree) && run.num_experts.is_none_or(|n| n.is_multiple_of(*degree));
+        let widest = (2..=most.min(MOST_EXPERTS)).rev().find(divides);
+        return Ok([Some(1), widest].into_iter().flatten().collect());
+    };
+    if !ranks.is_multiple_of(stated) {
+        return Err(format!("ep {stated} does not divide dp x cp {ranks}"));
+    }
+    if let Some(experts) = run.num_experts.filter(|experts| !experts.is_multiple_of(stated)) {
+        return Err(format!("ep {stated} does not divide {experts} experts"));
+    }
+    Ok(vec![stated])
+}
+
+/// Parts of the model on a stage that a row leaves possible: where it states none, one, and as many as there are layers
+/// on a stage if the stack's runs may interleave them.
+fn parts_of(run: &Run, machine: &Machine, [layers, pipeline]: [u64; 2]) -> Result<Vec<u64>, String> {
+    let Some(parts) = run.vpp else {
+        let most = layers / pipeline;
+        let interleaves = machine.stack.offers.interleaves_unstated;
+        let open = interleaves && pipeline > 1 && most > 1 && layers.is_multiple_of(pipeline);
+        return Ok(if open { vec![1, most] } else { vec![1] });
+    };
     // Of many parts the first and the last may hold no layer beside the embedding and the head.
     if parts > 1 && pipeline.checked_mul(parts).is_none_or(|parts| parts > layers + 2) {
         return Err(format!("{layers} layers do not fill {parts} parts on each of {pipeline} stages"));
     }
-    let whole = |size: &u64| schedule.allows_micro_batches(batch / (size * data), pipeline);
-    if !micro_batches.iter().any(whole) {
-        return Err(format!("its micro-batches are not whole groups of {pipeline}, which interleaved stages need"));
-    }
-    let mut layouts = Vec::new();
-    for micro_batch in micro_batches.into_iter().filter(whole) {
-        for recompute in Recompute::ALL.into_iter().filter(possible) {
-            layouts.push(Strategy {
-                context_parallel: context,
-                expert_parallel: expert,
-                zero_stage: run.zero_stage.unwrap_or(ZeroStage::None),
-                micro_batch,
-                virtual_stages: parts,
-                schedule,
-                recompute,
-                sequence_parallel: run.sequence_parallel.unwrap_or(false) && tensor > 1,
-                ..Strategy::plain([tensor, pipeline, data], batch)
-            });
-        }
-    }
-    if layouts.is_empty() { Err("no setting of its blank cells is possible".to_owned()) } else { Ok(layouts) }
+    Ok(vec![parts])
 }

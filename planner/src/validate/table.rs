@@ -239,12 +239,12 @@ impl Cells<'_> {
     }
 
     fn count(&mut self, column: &str) -> Option<u64> {
-        self.parse(column, "a whole number from 1 on", |text| text.parse().ok().filter(|count| *count > 0))
+        self.parse(column, "a whole number from 1 on", |text| whole(text).filter(|count| *count > 0))
     }
 
     /// A whole number that may be blank or 0 for none.
     fn count_or_none(&mut self, column: &str) -> Option<u64> {
-        self.parse(column, "a whole number", |text| text.parse().ok()).filter(|count| *count > 0)
+        self.parse(column, "a whole number", whole).filter(|count| *count > 0)
     }
 
     fn number(&mut self, column: &str) -> Option<f64> {
@@ -253,17 +253,25 @@ impl Cells<'_> {
     }
 
     fn switch(&mut self, column: &str) -> Option<bool> {
-        self.parse(column, "0 or 1", |text| match text {
-            "0" => Some(false),
-            "1" => Some(true),
+        self.parse(column, "0 or 1", |text| match whole(text) {
+            Some(0) => Some(false),
+            Some(1) => Some(true),
+            _ if text.eq_ignore_ascii_case("false") => Some(false),
+            _ if text.eq_ignore_ascii_case("true") => Some(true),
             _ => None,
         })
     }
 
     fn word(&mut self, column: &str, words: &[&str]) -> Option<String> {
-        let known = |text: &str| words.contains(&text).then(|| text.to_owned());
+        let known = |text: &str| Some(words.iter().find(|word| word.eq_ignore_ascii_case(text))?.to_string());
         self.parse(column, &format!("one of {}", words.join(", ")), known)
     }
+}
+
+/// A whole number, which programs that write tables may give a fraction of zeros.
+fn whole(text: &str) -> Option<u64> {
+    let digits = text.split_once('.').filter(|(_, fraction)| fraction.bytes().all(|digit| digit == b'0'));
+    digits.map_or(text, |(digits, _)| digits).parse().ok()
 }
 
 fn read_row(cells: &mut Cells) -> Row {
@@ -286,14 +294,14 @@ fn read_row(cells: &mut Cells) -> Row {
         inter_gbps_per_gpu: cells.number("interconnect_inter_gbps_per_gpu"),
         tp: cells.count("tp"),
         pp: cells.count("pp"),
-        vpp: cells.count("vpp"),
+        vpp: cells.count_or_none("vpp"),
         dp: cells.count("dp"),
-        cp: cells.count("cp"),
-        ep: cells.count("ep"),
+        cp: cells.count_or_none("cp"),
+        ep: cells.count_or_none("ep"),
         sequence_parallel: cells.switch("sequence_parallel"),
-        zero_stage: cells.parse("zero_stage", "0, 1, 2 or 3", |text| text.parse::<u8>().ok()?.try_into().ok()),
+        zero_stage: cells.parse("zero_stage", "0, 1, 2 or 3", |text| u8::try_from(whole(text)?).ok()?.try_into().ok()),
         recompute: cells.parse("recompute", "one of none, selective, full", |text| {
-            Recompute::ALL.into_iter().find(|recompute| recompute.name() == text)
+            Recompute::ALL.into_iter().find(|recompute| recompute.name().eq_ignore_ascii_case(text))
         }),
         micro_batch: cells.count("micro_batch"),
         global_batch: cells.count("global_batch"),
