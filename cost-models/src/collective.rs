@@ -30,6 +30,12 @@ pub enum CollectiveKind {
     ReduceScatter,
 }
 
+impl CollectiveKind {
+    /// All kinds.
+    pub const ALL: [CollectiveKind; 3] =
+        [CollectiveKind::AllReduce, CollectiveKind::AllGather, CollectiveKind::ReduceScatter];
+}
+
 /// Shares of what a rank exchanges with its group that pass the fast links and the network.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExchangeShares {

@@ -3,6 +3,7 @@
 mod bound;
 mod data;
 mod load;
+mod order;
 mod provenance;
 mod tail;
 #[cfg(test)]
@@ -31,6 +32,7 @@ pub use load::{host_memory_of, least_layer_memory, stage_load, stage_memory_hold
 use load::{kept_whole, shards_of};
 use tail::longest_tail;
 
+pub use order::gains_from_order;
 pub use provenance::with_provenance;
 
 /// Collectives of the tensor axis in one pass of a layer.

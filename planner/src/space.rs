@@ -66,6 +66,8 @@ pub enum Pruning {
     PartialEqualsFull,
     /// With one stage or one replica all orders of the mesh are the same.
     MeshOrderWithoutEffect,
+    /// No transfer is shorter in this order of the mesh than in the usual one.
+    MeshOrderNoFaster,
     /// With one stage no schedule is faster than 1F1B or holds less.
     ScheduleWithoutStages,
     /// Its lower bound is above the reported layouts.
@@ -129,6 +131,7 @@ impl Pruning {
             Pruning::PartialEqualsNone => "partial_recompute_equals_none",
             Pruning::PartialEqualsFull => "partial_recompute_equals_full",
             Pruning::MeshOrderWithoutEffect => "mesh_order_without_effect",
+            Pruning::MeshOrderNoFaster => "mesh_order_no_faster",
             Pruning::ScheduleWithoutStages => "schedule_without_stages",
             Pruning::SlowerThanReported => "lower_bound_above_reported",
             Pruning::Interrupted => "interrupted",

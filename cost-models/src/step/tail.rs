@@ -8,6 +8,7 @@ use super::data::{HeldParameters, exposed, state_groups};
 use super::load::{kept_whole, shards_of};
 use super::{CostedBlock, PerBlock, Scenario, StageContent, stage_load, stages_share_domain};
 use crate::collective::{CollectiveKind, Placement, collective_time};
+use crate::machine::Machine;
 use crate::memory::state_bytes;
 use crate::offload::offloaded_update_time;
 use crate::pipeline::StageTime;
@@ -141,14 +142,18 @@ fn tied_reduction_time(
     }
     let machine = scenario.machine;
     let bytes = state_bytes(machine, scenario.model.dtype).gradient * blocks.head.tied_parameters;
+    collective_time(CollectiveKind::AllReduce, Bytes(bytes), end_stages(strategy, machine), machine)
+}
+
+/// Where a rank of the first stage and its peer on the last are.
+pub(super) fn end_stages(strategy: &Strategy, machine: &Machine) -> Placement {
     let inside = match strategy.mesh_order {
         MeshOrder::PipelineOutermost => {
             strategy.world_size() - strategy.world_size() / strategy.pipeline_parallel < machine.fast_domain_gpus()
         }
         MeshOrder::DataOutermost => stages_share_domain(strategy, machine),
     };
-    let pair = Placement { size: 2, per_domain: if inside { 2 } else { 1 }, domains: if inside { 1 } else { 2 } };
-    collective_time(CollectiveKind::AllReduce, Bytes(bytes), pair, machine)
+    Placement { size: 2, per_domain: if inside { 2 } else { 1 }, domains: if inside { 1 } else { 2 } }
 }
 
 /// Time of the optimizer over the parameters that a rank owns: state read and written, gradient read for

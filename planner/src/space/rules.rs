@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use cost_models::step::gains_from_order;
 use hardware_profiles::stack::ContextExchange;
 use ir::mesh::MeshOrder;
 use ir::sharding::{SplitError, tensor_split};
@@ -97,8 +98,12 @@ fn keep_executable(request: &Request, degrees: Degrees, layouts: &mut Layouts) {
 
 /// Whether a mesh is another one of the same space in another order: with one stage or one replica orders are the same.
 pub fn repeats_mesh(request: &Request, degrees: Degrees) -> bool {
-    let usual = MeshOrder::default();
-    degrees.order != usual && degrees.pipeline.min(degrees.data) == 1 && open_orders(request).contains(&usual)
+    reorders_mesh(request, degrees) && degrees.pipeline.min(degrees.data) == 1
+}
+
+/// Whether a mesh is there in the usual order too.
+fn reorders_mesh(request: &Request, degrees: Degrees) -> bool {
+    !degrees.order.is_usual() && open_orders(request).contains(&MeshOrder::default())
 }
 
 /// Takes out what has an equal or better layout in the same space.
@@ -122,6 +127,11 @@ pub fn prune_layouts(
             let has_plain = lowest.is_some_and(|lowest| lowest == ZeroStage::None || alone);
             !(has_plain && sharding.shard_group * degrees.context == 1)
         });
+    });
+    take_out(pruned, Pruning::MeshOrderNoFaster, layouts, |layouts| {
+        let plain = degrees.plain(request.workload.global_batch);
+        let gains = |sharding: &Sharding| gains_from_order(&sharding.on(&plain), &request.machine);
+        layouts.sharding.retain(|sharding| !reorders_mesh(request, degrees) || gains(sharding));
     });
     take_out(pruned, Pruning::SequenceParallelWithoutTensorParallel, layouts, |layouts| {
         let both = choices.sequence_parallel.contains(&false);
