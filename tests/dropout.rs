@@ -45,6 +45,7 @@ const SINGLE: FixedChoices = FixedChoices {
     sequence_parallel: Some(false),
     context_parallel: None,
     expert_parallel: None,
+    expert_tensor_parallel: None,
     virtual_stages: None,
     offload_optimizer: None,
     mesh_order: None,

@@ -78,8 +78,8 @@ fn json_has_the_names_of_the_contract() {
         ("/", "model parameters gpus cluster stack strategy estimate search alternatives"),
         (
             "/strategy",
-            "tensor_parallel pipeline_parallel data_parallel context_parallel expert_parallel zero_stage shard_group \
-             micro_batch global_batch virtual_stages schedule recompute recomputed_layers_per_stage sequence_parallel \
+            "tensor_parallel pipeline_parallel data_parallel context_parallel expert_parallel expert_tensor_parallel \
+             zero_stage shard_group micro_batch global_batch virtual_stages schedule recompute recomputed_layers_per_stage sequence_parallel \
              offload_optimizer layers_per_stage mesh_order executable reason",
         ),
         (

@@ -20,12 +20,13 @@ fn printed(name: &str, folder: &Path, arguments: &str) -> String {
 }
 
 /// Facts of a strategy that survive the way there and back.
-const KEPT: [&str; 11] = [
+const KEPT: [&str; 12] = [
     "tensor_parallel",
     "pipeline_parallel",
     "data_parallel",
     "context_parallel",
     "expert_parallel",
+    "expert_tensor_parallel",
     "zero_stage",
     "shard_group",
     "micro_batch",
@@ -43,6 +44,14 @@ fn exported_plans_are_read_back_as_they_are() {
         ("plain", "megatron", "gpt3-175b", "--gpus 1024", core, "--zero-stage 0 --recompute full"),
         ("one node", "megatron", "gpt2-124m", "--gpus 8", core, ""),
         ("experts", "megatron", "mixtral-8x7b", "--gpus 64", core, "--tensor-parallel 2"),
+        (
+            "whole experts",
+            "megatron",
+            "mixtral-8x7b",
+            "--gpus 64",
+            core,
+            "--tensor-parallel 2 --expert-parallel 8 --expert-tensor-parallel 1",
+        ),
         ("scaled positions", "megatron", "llama-3.1-8b", "--gpus 32", core, ""),
         ("latent attention", "megatron", "deepseek-v3", "--gpus 2048 --cluster dgx-h100", core, ""),
         ("uneven stages", "megatron", "bloom", "--gpus 384", core, "--pipeline-parallel 12 --recompute selective"),

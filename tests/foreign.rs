@@ -224,6 +224,12 @@ fn megatron_flags_mean_what_megatron_makes_of_them() {
             ],
         ),
         (
+            "whole experts",
+            "--swiglu & --num-experts 8 & --expert-model-parallel-size 8 & --expert-tensor-parallel-size 1 & \
+             --sequence-parallel",
+            &[("/strategy/expert_parallel", "8"), ("/strategy/expert_tensor_parallel", "1")],
+        ),
+        (
             "latent attention",
             "--multi-latent-attention & --q-lora-rank 1536 & --kv-lora-rank 512",
             &[("/model_shape/attention/MultiLatent/value_head_dim", "128")],
@@ -372,6 +378,11 @@ fn megatron_flags_that_cannot_work_are_refused_with_legal_values() {
             "experts",
             "--swiglu & --num-experts 6 & --expert-model-parallel-size 4",
             &["must divide the 6 experts and the 2 ranks", "legal values: 1, 2"],
+        ),
+        (
+            "whole experts",
+            "--swiglu & --num-experts 6 & --expert-tensor-parallel-size 1",
+            &["whole experts", "sequence parallelism"],
         ),
         ("experts without gates", "--num-experts 8", &["experts without a gate", "--swiglu"]),
         (

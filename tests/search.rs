@@ -12,7 +12,7 @@ use ir::mesh::MeshOrder;
 use ir::model::{Attention, FeedForward, ModelSpec};
 use ir::plan::TimeTerm;
 use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
-use ir::units::{BatchSize, Bytes, SequenceLength};
+use ir::units::{BatchSize, Bytes, Seconds, SequenceLength};
 use planner::request::{FixedChoices, Request, check_request};
 use planner::search::{Outcome, Scored, score_layout, search, search_best};
 use planner::watch::Watch;
@@ -36,7 +36,13 @@ fn every_layout(request: &Request, mut each: impl FnMut(Strategy)) {
             let parts = parts_of(request, pipeline, layers);
             for context in divide(gpus / tensor / pipeline).filter(|c| contexts || *c == 1) {
                 let data = gpus / tensor / pipeline / context;
-                for expert in divide(data * context).filter(|e| experts.is_multiple_of(*e)) {
+                let whole = experts > 1 && offers.searches_whole_experts();
+                let spread = [false, true].into_iter().filter(|is_whole| !is_whole || whole && tensor > 1);
+                let spread = spread.flat_map(|is_whole| {
+                    let ranks = data * context * if is_whole { tensor } else { 1 };
+                    divide(ranks).filter(|e| experts.is_multiple_of(*e)).map(move |expert| (is_whole, expert))
+                });
+                for (whole_experts, expert) in spread {
                     for &zero_stage in &offers.zero_stages {
                         let parted = offers.shard_groups.is_some() && zero_stage != ZeroStage::None;
                         for shard_group in divide(data).filter(|group| parted || *group == data) {
@@ -49,6 +55,7 @@ fn every_layout(request: &Request, mut each: impl FnMut(Strategy)) {
                                             mesh_order,
                                             context_parallel: context,
                                             expert_parallel: expert,
+                                            whole_experts,
                                             zero_stage,
                                             shard_group,
                                             micro_batch,
@@ -141,10 +148,12 @@ fn can_run(request: &Request, strategy: &Strategy) -> bool {
         && (context_parallel == 1 || ring || heads.is_multiple_of(tensor_parallel * context_parallel))
         && (!strategy.sequence_parallel || (sequence / context_parallel).is_multiple_of(tensor_parallel))
         && (pipeline_parallel == 1 || offers.pipeline_zero_stages.contains(&strategy.zero_stage))
+        && (!strategy.whole_experts || strategy.sequence_parallel)
         && (!strategy.offload_optimizer || offers.offload_zero_stages.contains(&strategy.zero_stage))
         && (offers.uneven_stages || request.model.num_layers.is_multiple_of(pipeline_parallel))
         && pipeline_parallel <= request.model.num_layers
-        && (strategy.mesh_order == MeshOrder::PipelineOutermost || context_parallel * strategy.expert_parallel == 1)
+        && (strategy.mesh_order == MeshOrder::PipelineOutermost
+            || context_parallel * strategy.expert_parallel == 1 && !strategy.whole_experts)
 }
 
 /// The best layout, the best that can be executed, and the number of all.
@@ -392,6 +401,31 @@ fn stages_as_neighbours_send_faster_and_replicas_sum_slower() {
 }
 
 #[test]
+fn whole_experts_are_as_much_as_shared_ones_on_as_many_ranks() {
+    let machine = machine("dgx-h100", "megatron-core-2025", 8);
+    let request = request(example("mixtral-8x7b"), machine, 64, FixedChoices::default());
+    let graph = build_graph(&request.model);
+    let score = |expert_parallel: u64, whole_experts: bool| {
+        let plain = layout(2, 1, 32, request.workload.global_batch);
+        let strategy = Strategy {
+            expert_parallel,
+            whole_experts,
+            sequence_parallel: true,
+            zero_stage: ZeroStage::OptimizerState,
+            ..plain
+        };
+        score_layout(&request, &graph, &strategy).expect("it can be split")
+    };
+    // Two experts in halves, or one whole.
+    let [shared, whole] = [score(4, false), score(8, true)];
+    assert_eq!(shared.memory[0].state, whole.memory[0].state);
+    assert!(shared.memory[0].activations >= whole.memory[0].activations);
+    let term = |scored: &Scored, term| scored.prediction.terms.get(&term).map_or(0.0, |time: &Seconds| time.0);
+    let [gathered, routed] = [&shared, &whole].map(|scored| term(scored, TimeTerm::TensorCommunication));
+    assert!(routed < gathered, "no tokens are gathered for whole experts: {routed} against {gathered}");
+}
+
+#[test]
 fn the_order_of_what_a_stack_offers_changes_nothing() {
     let model = with_experts(small_model(8, 8, 24, 64), 4);
     let straight = request(model, tight_machine("megatron-core-2025", 8, 8), 24, FixedChoices::default());
@@ -435,6 +469,7 @@ fn fixed_layouts() -> impl Strategic<Value = FixedChoices> {
                 data_parallel: Some(384 / (tensor * pipeline * context).min(384)),
                 context_parallel: Some(context),
                 expert_parallel: Some(1),
+                expert_tensor_parallel: None,
                 zero_stage: Some(zero),
                 micro_batch: Some(micro_batch),
                 recompute: Some(recompute),

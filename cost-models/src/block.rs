@@ -438,7 +438,8 @@ fn expert_exchange_time(block: &Block, case: BlockCase) -> Seconds {
     let experts = case.machine.stack.kernels.experts.as_ref();
     let time = |node| {
         // Tensor ranks send each their part of the tokens.
-        let bytes = whole_activation(block, node, case) / case.split.tensor_parallel as f64;
+        let parted = TensorSplit { sequence_parallel: true, ..case.split };
+        let bytes = BlockCase { split: parted, ..case }.bytes(block, node);
         let group = case.expert_group;
         let choices = block.graph[node].output.extent(DimName::Choice).map_or(1, |extent| extent.value(case.extents));
         let shares = match experts.is_some_and(|experts| experts.one_copy_per_domain) {
@@ -450,9 +451,11 @@ fn expert_exchange_time(block: &Block, case: BlockCase) -> Seconds {
     routed.map(time).sum()
 }
 
-/// Bytes of an activation that is not split along the sequence.
+/// Bytes of an activation that is not split along the sequence; whole experts take each rank's part of it as it is.
 fn whole_activation(block: &Block, node: NodeIndex, case: BlockCase) -> f64 {
-    let gathered = TensorSplit { sequence_parallel: false, ..case.split };
+    let routed = block.graph[node].output.extent(DimName::Choice).is_some();
+    let parted = routed && case.split.expert_tensor_parallel < case.split.tensor_parallel;
+    let gathered = TensorSplit { sequence_parallel: parted && case.split.sequence_parallel, ..case.split };
     BlockCase { split: gathered, ..case }.bytes(block, node)
 }
 

@@ -28,7 +28,9 @@ use crate::memory::state_bytes;
 use crate::pipeline::{StageTime, pipeline_time, stage_totals};
 pub use bound::{passes_lower_bound, pipeline_lower_bound_of, split_lower_bound, step_lower_bound, tail_lower_bound};
 use data::{HeldParameters, exposed, state_groups};
-pub use load::{host_memory_of, least_layer_memory, stage_load, stage_memory_holding, stage_memory_of};
+pub use load::{
+    host_memory_of, least_layer_memory, least_state_memory, stage_load, stage_memory_holding, stage_memory_of,
+};
 use load::{kept_whole, shards_of};
 use tail::longest_tail;
 
@@ -168,10 +170,9 @@ pub fn costed_block(
     let per_domain = machine.fast_domain_gpus().min(degree);
     let tensor_group = Placement { size: degree, per_domain, domains: degree.div_ceil(per_domain) };
     let extents = Extents { micro_batch, sequence_length: workload.sequence_length };
-    let family = |axis, size| GroupFamily { axis, size, stride: degree, count: 1 };
-    let at = |axis, size| place(&family(axis, size), machine.fast_domain_gpus());
-    let context_group = at(Axis::Context, split.context_parallel);
-    let expert_group = at(Axis::Data, split.expert_parallel);
+    let at = |axis, size, stride| place(&GroupFamily { axis, size, stride, count: 1 }, machine.fast_domain_gpus());
+    let context_group = at(Axis::Context, split.context_parallel, degree);
+    let expert_group = at(Axis::Data, split.expert_parallel, split.expert_tensor_parallel);
     let case = BlockCase { split, tensor_group, context_group, expert_group, extents, dtype, machine, structure };
     CostedBlock {
         cost: block_cost(block, case),

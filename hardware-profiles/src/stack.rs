@@ -83,6 +83,9 @@ pub struct Offers {
     /// Where expert parallelism is documented; the software has none where absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expert_parallel: Option<String>,
+    /// Where experts that are whole on tensor ranks are documented; the software has none where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub whole_experts: Option<String>,
     /// Where ZeRO over a part of the replicas (hybrid sharding) is documented; the software has none where absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shard_groups: Option<String>,
@@ -104,6 +107,8 @@ pub enum RequestedChoice {
     Recompute(Recompute),
     /// More than one context rank.
     ContextParallel,
+    /// Experts that are whole on tensor ranks.
+    WholeExperts,
     /// Optimizer state in host memory.
     OffloadOptimizer,
     /// An order of the mesh's axes.
@@ -140,6 +145,11 @@ impl Offers {
     /// Whether context degrees above 1 are searched without being asked for.
     pub fn searches_context_parallel(&self) -> bool {
         self.context_parallel.is_some() && !self.on_request.contains(&RequestedChoice::ContextParallel)
+    }
+
+    /// Whether experts that are whole on tensor ranks are searched without being asked for.
+    pub fn searches_whole_experts(&self) -> bool {
+        self.whole_experts.is_some() && !self.on_request.contains(&RequestedChoice::WholeExperts)
     }
 
     /// Whether optimizer state in host memory is searched without being asked for.

@@ -224,6 +224,8 @@ pub enum DimName {
     KeyValueRank,
     /// Between the feed-forward matrices.
     Intermediate,
+    /// The same of a routed expert.
+    ExpertIntermediate,
     /// Routed experts.
     Expert,
     /// Routed experts as the router scores them, on every rank.

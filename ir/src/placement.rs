@@ -48,7 +48,7 @@ impl Placement<'_> {
             match dim {
                 DimName::KeyValueHeads => stored.tensor = Place::Sharded(dim),
                 DimName::QueriesPerKeyValue => stored.query = Place::Sharded(dim),
-                DimName::Intermediate | DimName::Vocabulary => {
+                DimName::Intermediate | DimName::ExpertIntermediate | DimName::Vocabulary => {
                     stored.tensor = Place::Sharded(dim);
                     stored.query = Place::Sharded(dim);
                 }

@@ -28,6 +28,8 @@ pub struct TensorSplit {
     pub context_parallel: u64,
     /// Ranks over which routed experts are spread.
     pub expert_parallel: u64,
+    /// Ranks that share each expert's matrices: the tensor axis's degree, or 1 where experts are whole.
+    pub expert_tensor_parallel: u64,
 }
 
 /// Why a tensor degree cannot split a model.
@@ -65,6 +67,15 @@ pub fn tensor_split(
     tensor_parallel: u64,
     sequence_parallel: bool,
 ) -> Result<TensorSplit, SplitError> {
+    split_with(model, tensor_parallel, sequence_parallel, tensor_parallel)
+}
+
+fn split_with(
+    model: &ModelSpec,
+    tensor_parallel: u64,
+    sequence_parallel: bool,
+    expert_tensor_parallel: u64,
+) -> Result<TensorSplit, SplitError> {
     let heads = model.attention.num_attention_heads();
     let key_value_heads = model.attention.num_key_value_heads();
     if !heads.is_multiple_of(tensor_parallel) {
@@ -74,11 +85,14 @@ pub fn tensor_split(
     if !key_value_heads.is_multiple_of(key_value_ways) || !tensor_parallel.is_multiple_of(key_value_ways) {
         return Err(SplitError::KeyValueHeads);
     }
-    let divides = |width: u64| width.is_multiple_of(tensor_parallel);
     let even = layer_runs(model).iter().all(|run| match run.feed_forward {
-        LayerFeedForward::Gelu { intermediate_size }
-        | LayerFeedForward::SwiGlu { intermediate_size }
-        | LayerFeedForward::Experts { intermediate_size, .. } => divides(intermediate_size),
+        LayerFeedForward::Gelu { intermediate_size } | LayerFeedForward::SwiGlu { intermediate_size } => {
+            intermediate_size.is_multiple_of(tensor_parallel)
+        }
+        LayerFeedForward::Experts { intermediate_size, num_shared_experts, .. } => {
+            let shared = num_shared_experts * intermediate_size;
+            intermediate_size.is_multiple_of(expert_tensor_parallel) && shared.is_multiple_of(tensor_parallel)
+        }
     });
     if !even {
         return Err(SplitError::Intermediate);
@@ -95,6 +109,7 @@ pub fn tensor_split(
         sequence_parallel,
         context_parallel: 1,
         expert_parallel: 1,
+        expert_tensor_parallel,
     })
 }
 
@@ -103,7 +118,8 @@ pub fn tensor_split(
 /// # Errors
 /// The first dim that the tensor axis cannot split evenly.
 pub fn split_of(model: &ModelSpec, strategy: &Strategy) -> Result<TensorSplit, SplitError> {
-    let split = tensor_split(model, strategy.tensor_parallel, strategy.sequence_parallel)?;
+    let Strategy { tensor_parallel, sequence_parallel, .. } = *strategy;
+    let split = split_with(model, tensor_parallel, sequence_parallel, strategy.expert_tensor_parallel())?;
     Ok(TensorSplit { context_parallel: strategy.context_parallel, expert_parallel: strategy.expert_parallel, ..split })
 }
 
@@ -114,6 +130,7 @@ impl TensorSplit {
             DimName::KeyValueHeads => self.key_value_ways,
             DimName::QueriesPerKeyValue => self.tensor_parallel / self.key_value_ways,
             DimName::Intermediate | DimName::Vocabulary => self.tensor_parallel,
+            DimName::ExpertIntermediate => self.expert_tensor_parallel,
             DimName::Expert => self.expert_parallel,
             DimName::MicroBatch
             | DimName::Sequence
@@ -132,7 +149,7 @@ impl TensorSplit {
 
     /// Whether the tensor axis splits one of a tensor's dims.
     pub fn splits(&self, tensor: &Tensor) -> bool {
-        tensor.shape.iter().any(|dim| self.ways(dim.name) > 1)
+        tensor.shape.iter().any(|dim| dim.name != DimName::Expert && self.ways(dim.name) > 1)
     }
 
     /// A dim's extent on one rank, before sequence parallelism; of queries the context axis's part.

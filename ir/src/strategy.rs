@@ -16,7 +16,7 @@ pub struct Strategy {
     pub data_parallel: u64,
     /// Ranks that split a sequence.
     pub context_parallel: u64,
-    /// Ranks that split the experts; re-uses ranks of data × context.
+    /// Ranks that split the experts; re-uses ranks of data × context, and of tensor where experts are whole.
     pub expert_parallel: u64,
     /// What data-parallel ranks shard.
     pub zero_stage: ZeroStage,
@@ -44,6 +44,10 @@ pub struct Strategy {
     /// Which axis of the mesh is outermost.
     #[serde(default, skip_serializing_if = "MeshOrder::is_usual")]
     pub mesh_order: MeshOrder,
+    /// Whether each routed expert is whole on a rank, each of which routes its part of the sequence; otherwise tensor
+    /// ranks share it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub whole_experts: bool,
 }
 
 /// What data-parallel ranks shard (ZeRO, arXiv 1910.02054); written as 0 to 3.
@@ -115,12 +119,23 @@ impl Strategy {
             layers_per_stage: Vec::new(),
             recomputed_layers: Vec::new(),
             mesh_order: MeshOrder::default(),
+            whole_experts: false,
         }
     }
 
     /// Ranks of the mesh.
     pub fn world_size(&self) -> u64 {
         self.tensor_parallel * self.pipeline_parallel * self.data_parallel * self.context_parallel
+    }
+
+    /// Ranks that share each routed expert's matrices (Megatron-LM, `--expert-tensor-parallel-size`).
+    pub fn expert_tensor_parallel(&self) -> u64 {
+        if self.whole_experts { 1 } else { self.tensor_parallel }
+    }
+
+    /// Ranks of a stage over which experts can be spread.
+    pub fn expert_ranks(&self) -> u64 {
+        self.data_parallel * self.context_parallel * (self.tensor_parallel / self.expert_tensor_parallel())
     }
 
     /// Micro-batches of a step on each replica.
@@ -216,7 +231,7 @@ impl ScheduleKind {
 
 /// Why programs of a strategy are not compiled, executed or checked yet, or `None` if they are.
 pub fn not_programmed(strategy: &Strategy) -> Option<&'static str> {
-    if strategy.context_parallel > 1 || strategy.expert_parallel > 1 {
+    if strategy.context_parallel > 1 || strategy.expert_parallel > 1 || strategy.whole_experts {
         return Some("context and expert parallelism are not compiled yet");
     }
     if strategy.shard_group != strategy.data_parallel {

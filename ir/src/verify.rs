@@ -213,16 +213,19 @@ fn check_batch(plan: &Plan, check: &mut Check) {
     }
 }
 
-/// The ranks of the expert axis are some of those of data and context, and each holds whole experts.
+/// The expert degree divides the ranks that it re-uses and the experts.
 fn check_experts(plan: &Plan, check: &mut Check) {
     let strategy = &plan.strategy;
     let degree = strategy.expert_parallel;
     let experts = plan.model.feed_forward.num_experts();
-    let ranks = strategy.data_parallel * strategy.context_parallel;
+    let ranks = strategy.expert_ranks();
     if !ranks.is_multiple_of(degree) || !experts.is_multiple_of(degree) {
-        let what =
-            format!("expert degree {degree} does not divide {ranks} replicas and contexts and {experts} experts");
+        let what = format!("expert degree {degree} does not divide the {ranks} ranks to spread {experts} experts over");
         check.report(what, "strategy.expert_parallel", EDITED);
+    }
+    if strategy.whole_experts && !(strategy.tensor_parallel > 1 && strategy.sequence_parallel) {
+        let what = "experts are whole without tensor ranks that split the sequence";
+        check.report(what, "strategy.whole_experts", EDITED);
     }
 }
 

@@ -45,12 +45,13 @@ pub fn describe(strategy: &Strategy) -> String {
         degree => format!("{name}{degree}"),
     };
     format!(
-        "tensor {} x pipeline {} x data {}{}{}{}{}{}, ZeRO-{}{}{}, micro-batch {}, {recompute}{}",
+        "tensor {} x pipeline {} x data {}{}{}{}{}{}{}, ZeRO-{}{}{}, micro-batch {}, {recompute}{}",
         strategy.tensor_parallel,
         strategy.pipeline_parallel,
         strategy.data_parallel,
         beyond_one(" x context ", strategy.context_parallel),
         beyond_one(", experts over ", strategy.expert_parallel),
+        if strategy.whole_experts { ", whole experts" } else { "" },
         if strategy.mesh_order.is_usual() { "" } else { ", data outermost" },
         beyond_one(", virtual stages ", strategy.virtual_stages),
         match strategy.schedule {

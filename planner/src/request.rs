@@ -48,6 +48,8 @@ pub struct FixedChoices {
     pub context_parallel: Option<u64>,
     /// `--expert-parallel`.
     pub expert_parallel: Option<u64>,
+    /// `--expert-tensor-parallel`.
+    pub expert_tensor_parallel: Option<u64>,
     /// `--zero-stage`.
     pub zero_stage: Option<ZeroStage>,
     /// `--micro-batch`.
@@ -76,6 +78,7 @@ impl FixedChoices {
         push("data-parallel", self.data_parallel.map(|n| n.to_string()));
         push("context-parallel", self.context_parallel.map(|n| n.to_string()));
         push("expert-parallel", self.expert_parallel.map(|n| n.to_string()));
+        push("expert-tensor-parallel", self.expert_tensor_parallel.map(|n| n.to_string()));
         push("zero-stage", self.zero_stage.map(|stage| u8::from(stage).to_string()));
         push("micro-batch", self.micro_batch.map(|n| n.to_string()));
         push("recompute", self.recompute.map(|recompute| recompute.name().to_owned()));
@@ -96,6 +99,7 @@ impl FixedChoices {
             FixedChoices { data_parallel: None, ..*self },
             FixedChoices { context_parallel: None, ..*self },
             FixedChoices { expert_parallel: None, ..*self },
+            FixedChoices { expert_tensor_parallel: None, ..*self },
             FixedChoices { zero_stage: None, ..*self },
             FixedChoices { micro_batch: None, ..*self },
             FixedChoices { recompute: None, ..*self },
@@ -179,8 +183,11 @@ fn check_degrees(request: &Request, problems: &mut Vec<Problem>) {
         ("--data-parallel", data_parallel),
         ("--context-parallel", context_parallel),
     ];
-    let others =
-        [("--expert-parallel", request.fixed.expert_parallel), ("--virtual-stages", request.fixed.virtual_stages)];
+    let others = [
+        ("--expert-parallel", request.fixed.expert_parallel),
+        ("--expert-tensor-parallel", request.fixed.expert_tensor_parallel),
+        ("--virtual-stages", request.fixed.virtual_stages),
+    ];
     let zero = degrees.iter().chain(&others).filter(|(_, degree)| *degree == Some(0));
     problems.extend(zero.map(|(flag, _)| Problem::new(format!("{flag} is 0"), *flag, "degrees are 1 or more")));
     if !problems.is_empty() {
@@ -221,6 +228,7 @@ fn check_degrees(request: &Request, problems: &mut Vec<Problem>) {
     }
     check_context_degree(request, problems);
     check_expert_degree(request, problems);
+    check_expert_tensor_degree(request, problems);
     check_virtual_stages(request, problems);
 }
 
@@ -238,15 +246,19 @@ fn check_context_degree(request: &Request, problems: &mut Vec<Problem>) {
     }
 }
 
-/// The expert degree divides the experts, and the replicas times contexts that fixed degrees leave.
+/// The expert degree divides the experts, and the ranks that fixed degrees leave to spread them over.
 fn check_expert_degree(request: &Request, problems: &mut Vec<Problem>) {
     let Some(degree) = request.fixed.expert_parallel else { return };
     let experts = request.model.feed_forward.num_experts();
     let FixedChoices { tensor_parallel, pipeline_parallel, data_parallel, context_parallel, .. } = request.fixed;
-    let others = tensor_parallel.unwrap_or(1).saturating_mul(pipeline_parallel.unwrap_or(1));
-    let ranks = match (data_parallel, context_parallel) {
-        (Some(data), Some(context)) => data.saturating_mul(context),
-        _ => request.gpus / others.max(1),
+    let whole = match request.fixed.expert_tensor_parallel {
+        Some(ranks) => ranks == 1,
+        None => request.machine.stack.offers.searches_whole_experts(),
+    };
+    let shared = if whole { 1 } else { tensor_parallel.unwrap_or(1) };
+    let ranks = match (data_parallel, context_parallel, tensor_parallel) {
+        (Some(data), Some(context), Some(tensor)) => data.saturating_mul(context).saturating_mul(tensor / shared),
+        _ => request.gpus / shared.saturating_mul(pipeline_parallel.unwrap_or(1)).max(1),
     };
     let shares = |degree: u64| experts.is_multiple_of(degree) && ranks.is_multiple_of(degree);
     if !shares(degree) {
@@ -254,10 +266,29 @@ fn check_expert_degree(request: &Request, problems: &mut Vec<Problem>) {
         let what = match experts {
             1 => format!("expert_parallel {degree} for a model without routed experts"),
             _ => {
-                format!("expert_parallel {degree} does not divide {experts} experts and {ranks} replicas and contexts")
+                format!("expert_parallel {degree} does not divide {experts} experts and {ranks} ranks of a stage")
             }
         };
         problems.push(Problem::new(what, "--expert-parallel", format!("legal degrees: {}", list(&legal))));
+    }
+}
+
+/// Tensor ranks share each expert, or it is whole.
+fn check_expert_tensor_degree(request: &Request, problems: &mut Vec<Problem>) {
+    let Some(degree) = request.fixed.expert_tensor_parallel else { return };
+    let tensor = request.fixed.tensor_parallel;
+    let mut problem = |what: String, help: &str| {
+        problems.push(Problem::new(what, "--expert-tensor-parallel", help.to_owned()));
+    };
+    if request.model.feed_forward.num_experts() == 1 {
+        problem(format!("expert_tensor_parallel {degree} for a model without routed experts"), "leave it out");
+    } else if degree > 1 && tensor.is_some_and(|tensor| tensor != degree) {
+        let tensor = tensor.unwrap_or_default();
+        let what = format!("expert_tensor_parallel {degree} is neither 1 nor tensor_parallel {tensor}");
+        problem(what, &format!("legal degrees: 1, {tensor}"));
+    } else if degree == 1 && tensor != Some(1) && request.fixed.sequence_parallel == Some(false) {
+        let what = "whole experts on tensor ranks need sequence parallelism".to_owned();
+        problem(what, "give --sequence-parallel on, or --tensor-parallel 1");
     }
 }
 
@@ -361,6 +392,13 @@ fn check_offers(request: &Request, problems: &mut Vec<Problem>) {
             more_than_one(fixed.expert_parallel) && offers.expert_parallel.is_none(),
             "--expert-parallel",
             "expert parallelism",
+        ),
+        (
+            fixed.expert_tensor_parallel == Some(1)
+                && fixed.tensor_parallel.is_none_or(|tensor| tensor > 1)
+                && offers.whole_experts.is_none(),
+            "--expert-tensor-parallel",
+            "whole experts on tensor ranks",
         ),
         (
             fixed.sequence_parallel == Some(true) && !offers.sequence_parallel,

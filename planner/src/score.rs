@@ -100,6 +100,7 @@ pub fn not_offered(request: &Request, launch: &Launch) -> Vec<String> {
     let fixed = FixedChoices {
         tensor_parallel: (layout.tensor_parallel > 1).then_some(layout.tensor_parallel),
         pipeline_parallel: (layout.pipeline_parallel > 1).then_some(layout.pipeline_parallel),
+        expert_tensor_parallel: layout.whole_experts.then_some(1),
         zero_stage: Some(layout.zero_stage),
         recompute: Some(layout.recompute),
         schedule: Some(layout.schedule),

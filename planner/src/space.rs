@@ -37,6 +37,8 @@ pub enum Rejection {
     ZeroStageNotOfferedWithPipeline,
     /// The stack cannot keep the optimizer state of this ZeRO stage in host memory.
     OffloadNotOfferedWithZeroStage,
+    /// Whole experts need ranks that each route their part of the sequence.
+    WholeExpertsNeedSequenceParallel,
     /// The stack cannot put the data axis outermost with contexts or experts.
     MeshOrderNotOfferedWithContextsOrExperts,
     /// The batch is not whole micro-batches on each replica.
@@ -111,6 +113,7 @@ impl Rejection {
             Rejection::UnevenStagesNotOffered => "uneven_stages_not_offered",
             Rejection::ZeroStageNotOfferedWithPipeline => "zero_stage_not_offered_with_pipeline",
             Rejection::OffloadNotOfferedWithZeroStage => "offload_not_offered_with_zero_stage",
+            Rejection::WholeExpertsNeedSequenceParallel => "whole_experts_need_sequence_parallel",
             Rejection::MeshOrderNotOfferedWithContextsOrExperts => "mesh_order_not_offered_with_contexts_or_experts",
             Rejection::BatchNotDivisible => "batch_not_divisible",
             Rejection::MicroBatchesNotGrouped => "micro_batches_not_divisible_by_stages",

@@ -76,7 +76,7 @@ pub struct Product {
 pub fn products(block: &Block, case: BlockCase) -> Vec<Product> {
     let joint = case.machine.stack.kernels.joint_projections;
     // Projections of one input whose results the tensor axis can split, whether or not it does.
-    let divided = TensorSplit { tensor_parallel: 2, key_value_ways: 2, ..case.split };
+    let divided = TensorSplit { tensor_parallel: 2, key_value_ways: 2, expert_tensor_parallel: 2, ..case.split };
     let mut products: Vec<(Option<NodeIndex>, Product)> = Vec::new();
     for node in block.graph.node_indices() {
         let Some(shape) = product_shape(block, node, case) else { continue };

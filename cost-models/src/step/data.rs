@@ -59,13 +59,14 @@ pub(super) struct StateGroups {
 pub(super) fn state_groups(strategy: &Strategy, machine: &Machine) -> StateGroups {
     let replicas = strategy.data_parallel * strategy.context_parallel;
     let experts = strategy.expert_parallel;
+    let copies_of_experts = strategy.expert_ranks() / experts;
     let neighbour = match strategy.mesh_order {
         MeshOrder::PipelineOutermost => strategy.tensor_parallel,
         // Only without contexts and experts.
         MeshOrder::DataOutermost => strategy.tensor_parallel * strategy.pipeline_parallel,
     };
-    let strides = [neighbour, neighbour * experts];
-    let counts = [replicas, (replicas / experts).max(1)];
+    let strides = [neighbour, neighbour / strategy.tensor_parallel * strategy.expert_tensor_parallel() * experts];
+    let counts = [replicas, copies_of_experts.max(1)];
     let Shards { dense, expert } = shards_of(strategy);
     let sizes = [dense, expert];
     let at = |size, stride| {

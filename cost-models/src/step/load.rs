@@ -44,7 +44,8 @@ pub(super) fn shards_of(strategy: &Strategy) -> Shards {
     }
     let dense = strategy.shard_group * strategy.context_parallel;
     let experts = strategy.expert_parallel;
-    Shards { dense, expert: if dense.is_multiple_of(experts) { dense / experts } else { 1 } }
+    let ranks = dense * (strategy.tensor_parallel / strategy.expert_tensor_parallel());
+    Shards { dense, expert: if ranks.is_multiple_of(experts) { ranks / experts } else { 1 } }
 }
 
 /// What ZeRO-3 keeps whole over a step's micro-batches, instead of gathering or reducing it in each.
@@ -97,6 +98,29 @@ pub fn stage_load(
 pub fn least_layer_memory(blocks: &PerBlock<CostedBlock>, layers: [u64; MAX_LAYER_RUNS]) -> Bytes {
     let used = blocks.layers.iter().zip(layers).filter(|(_, count)| *count > 0);
     used.map(|(block, _)| block.cost.kept + block.cost.workspace).min().unwrap_or_default()
+}
+
+/// Bytes that the fullest of a layout's stages uses at least, however layers are split: the mean of what their weights,
+/// gradients and optimizer state take, which is linear in them.
+pub fn least_state_memory(
+    scenario: Scenario,
+    blocks: &PerBlock<CostedBlock>,
+    layers: [u64; MAX_LAYER_RUNS],
+    strategy: &Strategy,
+) -> Bytes {
+    let of_stage = |parameters: fn(&CostedBlock) -> u64| {
+        let all: u64 = blocks.layers.iter().zip(layers).map(|(block, count)| count * parameters(block)).sum();
+        all / strategy.pipeline_parallel
+    };
+    let expert_parameters = of_stage(|block| block.expert_parameters);
+    let load = StageLoad {
+        parameters: of_stage(|block| block.parameters - block.expert_parameters) + expert_parameters,
+        expert_parameters,
+        offloads_optimizer: strategy.offload_optimizer,
+        ..StageLoad::default()
+    };
+    let Scenario { model, machine, .. } = scenario;
+    stage_memory(load, strategy.zero_stage, shards_of(strategy), model.dtype, machine).least_use()
 }
 
 fn load_holding(

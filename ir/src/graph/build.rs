@@ -389,7 +389,7 @@ fn experts(b: &mut BlockBuilder, model: &ModelSpec, normed: NodeIndex, sizes: [u
     let hidden = hidden_dim(model);
     let expert = fixed(DimName::Expert, sizes[0]);
     let choice = fixed(DimName::Choice, sizes[1]);
-    let inner = fixed(DimName::Intermediate, sizes[2]);
+    let inner = fixed(DimName::ExpertIntermediate, sizes[2]);
     let scored = fixed(DimName::ScoredExpert, sizes[0]);
     let logits = b.project(["router", "router.weight", ""], normed, vec![hidden, scored], &[DimName::Hidden], None);
     let scores = b.elementwise("router_softmax", OperatorKind::Softmax, &[logits], None);
@@ -400,8 +400,8 @@ fn experts(b: &mut BlockBuilder, model: &ModelSpec, normed: NodeIndex, sizes: [u
     let up = grouped(b, ["expert_up", "expert.up.weight"], tokens, vec![expert, hidden, inner], DimName::Hidden);
     let active = b.elementwise("expert_silu", OperatorKind::Silu, &[gate], Fusion::BiasActivation);
     let gated = b.elementwise("expert_gated", OperatorKind::Multiply, &[active, up], Fusion::BiasActivation);
-    let down =
-        grouped(b, ["expert_down", "expert.down.weight"], gated, vec![expert, inner, hidden], DimName::Intermediate);
+    let names = ["expert_down", "expert.down.weight"];
+    let down = grouped(b, names, gated, vec![expert, inner, hidden], DimName::ExpertIntermediate);
     b.apply("combine", OperatorKind::Combine, &[down, weights], vec![MICRO_BATCH, SEQUENCE, hidden], None)
 }
 

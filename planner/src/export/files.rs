@@ -106,6 +106,9 @@ pub(super) fn torchtitan(plan: &Plan) -> Export {
     if strategy.expert_parallel > 1 {
         text += &format!("expert_parallel_degree = {}\n", strategy.expert_parallel);
     }
+    if strategy.whole_experts {
+        text += &format!("expert_tensor_parallel_degree = {}\n", strategy.expert_tensor_parallel());
+    }
     if strategy.tensor_parallel > 1 && !strategy.sequence_parallel {
         remarks.push("torchtitan splits norms and residuals along the sequence too".to_owned());
     }

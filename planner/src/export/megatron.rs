@@ -176,6 +176,9 @@ fn layout_flags(plan: &Plan, remarks: &mut Vec<String>) -> Vec<String> {
     if strategy.expert_parallel > 1 {
         flags.push(format!("--expert-model-parallel-size {}", strategy.expert_parallel));
     }
+    if strategy.whole_experts {
+        flags.push(format!("--expert-tensor-parallel-size {}", strategy.expert_tensor_parallel()));
+    }
     flags.extend(stage_flags(strategy));
     flags.push(format!("--micro-batch-size {}", strategy.micro_batch));
     flags.push(format!("--global-batch-size {}", strategy.global_batch));

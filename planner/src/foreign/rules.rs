@@ -5,7 +5,7 @@ use ir::model::{FeedForward, ModelSpec, SIZE_LIMIT, Workload};
 use ir::sharding::{SplitError, tensor_split};
 use ir::strategy::Strategy;
 
-use super::list;
+use super::{Settings, list};
 use crate::request::divisors;
 
 /// Most legal values that a message lists.
@@ -129,19 +129,32 @@ fn sequence_problem(workload: Workload, layout: &Strategy, names: &Names) -> Opt
     None
 }
 
+/// Whether experts are whole by a setting of the ranks that share each: that of one among several tensor ranks.
+pub(super) fn are_whole(name: &str, shared: Option<u64>, tensor: u64, settings: &mut Settings) -> bool {
+    if let Some(ranks) = shared.filter(|ranks| *ranks != tensor && *ranks != 1) {
+        let reason = format!("experts are predicted split over {tensor} tensor ranks, not {ranks}");
+        settings.assumed.push((name.to_owned(), reason));
+    }
+    shared == Some(1) && tensor > 1
+}
+
 fn expert_problem(model: &ModelSpec, layout: &Strategy, names: &Names) -> Option<Problem> {
     let degree = layout.expert_parallel;
     let FeedForward::MixtureOfExperts { num_experts, .. } = model.feed_forward else {
         let what = format!("{} {degree} for a model without experts", names.expert);
         return (degree > 1).then(|| names.problem(what, names.expert, "leave it out, or give experts".to_owned()));
     };
-    let ranks = layout.data_parallel * layout.context_parallel;
+    let ranks = layout.expert_ranks();
+    if layout.whole_experts && !layout.sequence_parallel {
+        let what = "whole experts on tensor ranks without sequence parallelism".to_owned();
+        return Some(names.problem(what, names.expert, "turn sequence parallelism on".to_owned()));
+    }
     if degree > 0 && num_experts.is_multiple_of(degree) && ranks.is_multiple_of(degree) {
         return None;
     }
     let legal: Vec<u64> = divisors(num_experts).into_iter().filter(|n| ranks.is_multiple_of(*n)).collect();
     let what = format!(
-        "{} {degree} must divide the {num_experts} experts and the {ranks} ranks of data x context",
+        "{} {degree} must divide the {num_experts} experts and the {ranks} ranks to spread them over",
         names.expert
     );
     Some(names.problem(what, names.expert, format!("legal values: {}", shortened(&legal))))

@@ -12,7 +12,7 @@ use ir::strategy::{Recompute, ScheduleKind, Strategy, ZeroStage};
 use serde_json::{Map, Value};
 
 use super::others::Others;
-use super::rules::{Names, layout_problems};
+use super::rules::{Names, are_whole, layout_problems};
 use super::tree::Tree;
 use super::{Format, Launch, Launcher, Settings, Switches, check_world, list, plain_layout, refuse};
 use crate::error::Error;
@@ -85,9 +85,9 @@ pub fn read_torchtitan(text: &str, origin: &str, launcher: &Launcher) -> Result<
         recompute: read_recompute(&mut file, &mut settings),
         sequence_parallel: axes.tensor > 1 && tensor_sequence,
         offload_optimizer: read_offload(&mut file, &mut settings),
+        whole_experts: read_whole_experts(&mut file, axes.tensor, &mut settings),
         ..plain_layout()
     };
-    note_expert_tensor(&mut file, axes.tensor, &mut settings);
     let switches = read_switches(&mut file, &mut settings);
     let model = ModelSpec { dtype: read_dtype(&mut file), ..model };
     let others = Others::read(OTHER_SETTINGS, "torchtitan/settings.ron");
@@ -272,12 +272,9 @@ fn read_offload(file: &mut Tree, settings: &mut Settings) -> bool {
     offload
 }
 
-fn note_expert_tensor(file: &mut Tree, tensor: u64, settings: &mut Settings) {
+fn read_whole_experts(file: &mut Tree, tensor: u64, settings: &mut Settings) -> bool {
     let path = "parallelism.expert_tensor_parallel_degree";
-    if let Some(degree) = file.count(path).filter(|degree| *degree != tensor) {
-        let reason = format!("experts are predicted split over {tensor} tensor ranks, not {degree}");
-        settings.assumed.push((path.to_owned(), reason));
-    }
+    are_whole(path, file.count(path), tensor, settings)
 }
 
 fn read_switches(file: &mut Tree, settings: &mut Settings) -> Switches {

@@ -97,6 +97,7 @@ pub fn strategy_value(strategy: &Strategy, executable: &Executable) -> Value {
         "data_parallel": strategy.data_parallel,
         "context_parallel": strategy.context_parallel,
         "expert_parallel": strategy.expert_parallel,
+        "expert_tensor_parallel": strategy.expert_tensor_parallel(),
         "zero_stage": u8::from(strategy.zero_stage),
         "shard_group": strategy.shard_group,
         "micro_batch": strategy.micro_batch,

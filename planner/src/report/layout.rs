@@ -11,7 +11,7 @@ struct Column {
     used: fn(&Strategy) -> bool,
 }
 
-const COLUMNS: [Column; 14] = [
+const COLUMNS: [Column; 15] = [
     column("tensor", |layout| layout.tensor_parallel.to_string()),
     column("pipeline", |layout| layout.pipeline_parallel.to_string()),
     used_column("parts", |layout| layout.virtual_stages.to_string(), |layout| layout.virtual_stages > 1),
@@ -19,6 +19,7 @@ const COLUMNS: [Column; 14] = [
     column("data", |layout| layout.data_parallel.to_string()),
     used_column("context", |layout| layout.context_parallel.to_string(), |layout| layout.context_parallel > 1),
     used_column("experts", |layout| layout.expert_parallel.to_string(), |layout| layout.expert_parallel > 1),
+    used_column("ranks an expert", |layout| layout.expert_tensor_parallel().to_string(), |layout| layout.whole_experts),
     column("ZeRO", |layout| u8::from(layout.zero_stage).to_string()),
     used_column(
         "in groups of",

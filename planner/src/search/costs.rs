@@ -47,8 +47,10 @@ impl<'a> Costs<'a> {
         *self.indices.entry((split, strategy.micro_batch)).or_insert_with(|| {
             let costed = |block: &Block| {
                 // What holds no experts is the same however these are spread.
-                let spreads = split.local_expert_parameters(block) > 0;
-                let split = TensorSplit { expert_parallel: if spreads { split.expert_parallel } else { 1 }, ..split };
+                let split = match split.local_expert_parameters(block) > 0 {
+                    true => split,
+                    false => TensorSplit { expert_parallel: 1, expert_tensor_parallel: 1, ..split },
+                };
                 let key = (block.role, split, strategy.micro_batch);
                 let structure = &self.structures[&block.role];
                 let cost = || costed_block(self.scenario, block, structure, split, strategy.micro_batch);

@@ -64,7 +64,7 @@ fn slowest_stage_of_case(scenario: Scenario, case: Case, tree: &Tree, costs: &mu
 
 /// Sharding beside which no other leaves more room: of what shards neither gradients nor parameters one, of the others
 /// the first and the last of those that differ in the shard group only.
-fn leanest(all: &[Sharding]) -> impl Iterator<Item = &Sharding> {
+pub(super) fn leanest(all: &[Sharding]) -> impl Iterator<Item = &Sharding> {
     let (whole, sharded): (Vec<&Sharding>, Vec<&Sharding>) =
         all.iter().partition(|sharding| sharding.zero_stage < ZeroStage::Gradients);
     let key = |sharding: &&Sharding| (sharding.offload_optimizer, sharding.zero_stage, sharding.shard_group);

@@ -6,8 +6,8 @@ use std::cmp::Ordering;
 use std::collections::{BTreeMap, BinaryHeap};
 
 use cost_models::step::{
-    BlockTime, PerBlock, Scenario, StageContent, block_times, least_layer_memory, pipeline_lower_bound_of,
-    tail_lower_bound,
+    BlockTime, PerBlock, Scenario, StageContent, block_times, least_layer_memory, least_state_memory,
+    pipeline_lower_bound_of, tail_lower_bound,
 };
 use ir::derivative::undifferentiable;
 use ir::model::FeedForward;
@@ -15,9 +15,10 @@ use ir::strategy::{Recompute, Strategy, ZeroStage, not_programmed};
 use ir::units::Seconds;
 
 use super::costs::{CostIndex, Costs};
+use super::expand::leanest;
 use crate::partition::LayerCounts;
 use crate::request::Request;
-use crate::space::{Degrees, OpenMesh, Passes, Space};
+use crate::space::{Degrees, OpenMesh, Passes, Sharding, Space};
 
 /// By how much a bound may exceed a time through sums in another order.
 const TOLERANCE: f64 = 1e-9;
@@ -221,7 +222,7 @@ impl<'a> Tree<'a> {
     }
 
     /// Replaces a family by its cases; gives the layouts of those whose bounds are above `limit`, and of those whose
-    /// micro-batch alone does not fit into memory.
+    /// parameters or micro-batch alone do not fit into memory.
     ///
     /// What a layer keeps grows with the micro-batch, so larger ones than one that does not fit need no costs.
     pub fn push_cases(&mut self, family: usize, costs: &mut Costs, limit: f64) -> [u64; 2] {
@@ -232,9 +233,15 @@ impl<'a> Tree<'a> {
         for mesh in meshes {
             let OpenMesh { degrees, layouts } = &self.meshes[mesh];
             let plain = degrees.plain(self.request.workload.global_batch);
+            let plain = Strategy { sequence_parallel, ..plain };
+            let first = layouts.passes.iter().map(|passes| passes.micro_batch).min().unwrap_or(1);
+            if too_large <= first || !self.holds_state(mesh, &Strategy { micro_batch: first, ..plain.clone() }, costs) {
+                full += layouts.count() / layouts.sequence_parallel.len() as u64;
+                continue;
+            }
             for passes in layouts.passes.chunk_by(|a, b| a.micro_batch == b.micro_batch) {
                 let micro_batch = passes[0].micro_batch;
-                let strategy = Strategy { micro_batch, sequence_parallel, ..plain.clone() };
+                let strategy = Strategy { micro_batch, ..plain.clone() };
                 if micro_batch < too_large {
                     let costs_of = costs.index(&strategy);
                     if least_layer_memory(costs.blocks(costs_of), self.layers) <= usable {
@@ -247,6 +254,16 @@ impl<'a> Tree<'a> {
             }
         }
         [slower, full]
+    }
+
+    /// Whether the memory of a mesh's ranks holds weights, gradients and optimizer state, with some sharding.
+    fn holds_state(&self, mesh: usize, plain: &Strategy, costs: &mut Costs) -> bool {
+        let costs_of = costs.index(plain);
+        let blocks = costs.blocks(costs_of);
+        let usable = self.scenario.machine.usable_memory();
+        let least =
+            |sharding: &Sharding| least_state_memory(self.scenario, blocks, self.layers, &sharding.on(plain)) <= usable;
+        leanest(&self.meshes[mesh].layouts.sharding).any(least)
     }
 
     /// Pushes the cases with a strategy's micro-batch, those whose bounds are above `limit` apart: their layouts.
@@ -407,10 +424,11 @@ pub fn is_below(bound: Seconds, limit: f64) -> bool {
 }
 
 fn families_of(meshes: &[OpenMesh]) -> Vec<Family> {
-    let mut families: BTreeMap<(u64, u64, u64, bool), Family> = BTreeMap::new();
+    let mut families: BTreeMap<(u64, u64, u64, [bool; 2]), Family> = BTreeMap::new();
     for (index, OpenMesh { degrees, layouts }) in meshes.iter().enumerate() {
         for &sequence_parallel in &layouts.sequence_parallel {
-            let key = (degrees.tensor, degrees.context, degrees.expert, sequence_parallel);
+            let switches = [degrees.whole_experts, sequence_parallel];
+            let key = (degrees.tensor, degrees.context, degrees.expert, switches);
             let family = families.entry(key).or_insert_with(|| Family { meshes: Vec::new(), sequence_parallel });
             family.meshes.push(index);
         }
@@ -425,7 +443,8 @@ fn whole_rows(request: &Request, degrees: Degrees, micro_batch: u64) -> bool {
         FeedForward::Gelu { .. } | FeedForward::SwiGlu { .. } => true,
         FeedForward::MixtureOfExperts { num_experts, experts_per_token, .. } => {
             let tokens = micro_batch * request.workload.sequence_length / degrees.context;
-            (tokens * experts_per_token * degrees.expert).is_multiple_of(num_experts)
+            let ranks = if degrees.whole_experts { degrees.tensor } else { 1 };
+            (tokens * experts_per_token * degrees.expert).is_multiple_of(num_experts * ranks)
         }
     }
 }

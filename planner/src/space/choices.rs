@@ -16,8 +16,10 @@ pub struct Degrees {
     pub data: u64,
     /// Ranks that split a sequence.
     pub context: u64,
-    /// Ranks that split the experts, some of those of data and context.
+    /// Ranks that split the experts, some of those of data and context, and of tensor where experts are whole.
     pub expert: u64,
+    /// Whether each expert is whole on a rank.
+    pub whole_experts: bool,
     /// Which of them is outermost.
     pub order: MeshOrder,
 }
@@ -102,8 +104,22 @@ pub fn open_orders(request: &Request) -> Vec<MeshOrder> {
     request.fixed.mesh_order.map_or(offers.searched_mesh_orders(), |order| vec![order])
 }
 
-/// All meshes: tensor x pipeline x context x data makes up the world, and the expert degree divides data x context
-/// and the experts; each with each order of its axes.
+/// Whether routed experts are whole, at a tensor degree: with one rank they are, and nothing is to be chosen.
+fn open_whole_experts(request: &Request, tensor: u64) -> Vec<bool> {
+    let experts = request.model.feed_forward.num_experts() > 1;
+    let searched = request.machine.stack.offers.searches_whole_experts();
+    match request.fixed.expert_tensor_parallel {
+        Some(ranks) => [false, true]
+            .into_iter()
+            .filter(|whole| if *whole { tensor > 1 && ranks == 1 } else { ranks == tensor })
+            .collect(),
+        None if experts && tensor > 1 && searched => vec![false, true],
+        None => vec![false],
+    }
+}
+
+/// All meshes: tensor x pipeline x context x data makes up the world, and the expert degree divides the experts and the
+/// ranks to spread them over; each with each order of its axes.
 pub fn meshes(request: &Request) -> Vec<Degrees> {
     let offers = &request.machine.stack.offers;
     let fixed = &request.fixed;
@@ -122,12 +138,13 @@ pub fn meshes(request: &Request) -> Vec<Degrees> {
                 if fixed.data_parallel.is_some_and(|fixed| fixed != data) {
                     continue;
                 }
-                let shared = open(replicas, fixed.expert_parallel, offers.expert_parallel.is_some());
-                let shared = shared.filter(|degree| experts.is_multiple_of(*degree));
-                for expert in shared {
-                    let ordered =
-                        |order: &MeshOrder| Degrees { tensor, pipeline, data, context, expert, order: *order };
-                    meshes.extend(orders.iter().map(ordered));
+                for whole_experts in open_whole_experts(request, tensor) {
+                    let ranks = if whole_experts { replicas * tensor } else { replicas };
+                    let spread = open(ranks, fixed.expert_parallel, offers.expert_parallel.is_some());
+                    for expert in spread.filter(|degree| experts.is_multiple_of(*degree)) {
+                        let degrees = |order| Degrees { tensor, pipeline, data, context, expert, whole_experts, order };
+                        meshes.extend(orders.iter().copied().map(degrees));
+                    }
                 }
             }
         }

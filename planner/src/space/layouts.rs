@@ -60,6 +60,7 @@ impl Degrees {
             context_parallel: self.context,
             expert_parallel: self.expert,
             mesh_order: self.order,
+            whole_experts: self.whole_experts,
             ..Strategy::plain([self.tensor, self.pipeline, self.data], global_batch)
         }
     }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use cost_models::step::gains_from_order;
 use hardware_profiles::stack::ContextExchange;
 use ir::mesh::MeshOrder;
-use ir::sharding::{SplitError, tensor_split};
+use ir::sharding::{SplitError, split_of};
 use ir::strategy::{Recompute, Strategy, ZeroStage};
 
 use super::choices::{Choices, Degrees, Sharding, open_orders};
@@ -18,7 +18,7 @@ use crate::request::Request;
 pub fn reject_mesh(request: &Request, degrees: Degrees) -> Option<Rejection> {
     let layers = request.model.num_layers;
     let stack = &request.machine.stack;
-    match tensor_split(&request.model, degrees.tensor, false) {
+    match split_of(&request.model, &degrees.plain(request.workload.global_batch)) {
         Err(SplitError::Heads) => Some(Rejection::HeadsNotDivisible),
         Err(SplitError::KeyValueHeads) => Some(Rejection::KeyValueHeadsNotDivisible),
         Err(SplitError::Intermediate) => Some(Rejection::IntermediateNotDivisible),
@@ -28,7 +28,7 @@ pub fn reject_mesh(request: &Request, degrees: Degrees) -> Option<Rejection> {
         }
         Ok(_) if !splits_context(request, degrees) => Some(Rejection::SequenceNotDivisible),
         Ok(_) if !exchanges_whole_heads(request, degrees) => Some(Rejection::ContextHeadsNotDivisible),
-        Ok(_) if !degrees.order.is_usual() && degrees.context * degrees.expert > 1 => {
+        Ok(_) if !degrees.order.is_usual() && (degrees.context * degrees.expert > 1 || degrees.whole_experts) => {
             Some(Rejection::MeshOrderNotOfferedWithContextsOrExperts)
         }
         Ok(_) => None,
@@ -65,6 +65,9 @@ pub fn reject_layouts(
     take_out(rejected, Rejection::SequenceNotDivisible, layouts, |layouts| {
         let splits = (workload.sequence_length / context).is_multiple_of(tensor);
         layouts.sequence_parallel.retain(|along_sequence| !along_sequence || splits);
+    });
+    take_out(rejected, Rejection::WholeExpertsNeedSequenceParallel, layouts, |layouts| {
+        layouts.sequence_parallel.retain(|along_sequence| *along_sequence || !degrees.whole_experts);
     });
     take_out(rejected, Rejection::ZeroStageNotOfferedWithPipeline, layouts, |layouts| {
         layouts.sharding.retain(|sharding| pipeline == 1 || offers.pipeline_zero_stages.contains(&sharding.zero_stage));
@@ -122,10 +125,12 @@ pub fn prune_layouts(
         });
         // Under ZeRO-0 nothing is sharded whatever the group; a higher stage is left out only beside such a layout.
         let alone = degrees.data * degrees.context == 1;
+        // Whole experts over fewer ranks than a tensor group's are copied in it, and sharded over the copies.
+        let copied = degrees.whole_experts && degrees.tensor > degrees.expert;
         layouts.sharding.retain(|sharding| {
             let lowest = lowest[usize::from(sharding.offload_optimizer)].filter(|stage| *stage < sharding.zero_stage);
             let has_plain = lowest.is_some_and(|lowest| lowest == ZeroStage::None || alone);
-            !(has_plain && sharding.shard_group * degrees.context == 1)
+            !(has_plain && sharding.shard_group * degrees.context == 1 && !copied)
         });
     });
     take_out(pruned, Pruning::MeshOrderNoFaster, layouts, |layouts| {

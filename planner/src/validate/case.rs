@@ -241,6 +241,13 @@ fn feed_forward_of(run: &Run, family: Family, gated: bool, [hidden, layers]: [u6
     })
 }
 
+/// Whether experts are whole on tensor ranks, which no column says: if they are spread over more ranks than replicas and
+/// contexts.
+fn leaves_experts_whole(run: &Run, machine: &Machine, ranks: u64) -> bool {
+    let offered = run.num_experts.is_some() && machine.stack.offers.whole_experts.is_some();
+    offered && !ranks.is_multiple_of(run.ep.unwrap_or(1))
+}
+
 /// The layouts that a row leaves possible: its own, with each setting of what it does not state.
 ///
 /// Unstated recomputation is any that the stack offers, an unstated micro-batch any small one that divides the batch.
@@ -257,7 +264,6 @@ fn layouts_of(run: &Run, machine: &Machine) -> Result<Vec<Strategy>, String> {
     if product != Some(gpus) {
         return Err(format!("tp {tensor} x pp {pipeline} x dp {data} x cp {context} is not {gpus} GPUs"));
     }
-    let experts = experts_of(run, machine, data * context)?;
     let batch = needed(run.global_batch, "global_batch")?;
     if !batch.is_multiple_of(data) {
         return Err(format!("a batch of {batch} is not whole sequences on {data} replicas"));
@@ -275,12 +281,15 @@ fn layouts_of(run: &Run, machine: &Machine) -> Result<Vec<Strategy>, String> {
     };
     let layers = needed(run.layers, "layers")?;
     let parts = parts_of(run, machine, [layers, pipeline])?;
+    let sequence_parallel = run.sequence_parallel.unwrap_or(false) && tensor > 1;
     let plain = Strategy {
         context_parallel: context,
         zero_stage: run.zero_stage.unwrap_or(ZeroStage::None),
-        sequence_parallel: run.sequence_parallel.unwrap_or(false) && tensor > 1,
+        sequence_parallel,
+        whole_experts: sequence_parallel && leaves_experts_whole(run, machine, data * context),
         ..Strategy::plain([tensor, pipeline, data], batch)
     };
+    let experts = experts_of(run, machine, plain.expert_ranks())?;
     let layouts = with_each(vec![plain], &micro_batches, |layout, size| layout.micro_batch = size);
     let layouts = with_each(layouts, &parts, |layout, parts| {
         layout.virtual_stages = parts;
@@ -316,7 +325,7 @@ fn experts_of(run: &Run, machine: &Machine, ranks: u64) -> Result<Vec<u64>, Stri
         return Ok([Some(1), widest].into_iter().flatten().collect());
     };
     if !ranks.is_multiple_of(stated) {
-        return Err(format!("ep {stated} does not divide dp x cp {ranks}"));
+        return Err(format!("ep {stated} does not divide the {ranks} ranks that experts are spread over"));
     }
     if let Some(experts) = run.num_experts.filter(|experts| !experts.is_multiple_of(stated)) {
         return Err(format!("ep {stated} does not divide {experts} experts"));

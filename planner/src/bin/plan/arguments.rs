@@ -169,9 +169,12 @@ pub struct FixedOptions {
     /// Ranks that split a sequence
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     context_parallel: Option<u64>,
-    /// Ranks that split the experts, some of those of data and context
+    /// Ranks that split the experts, some of those of data and context, and of tensor where experts are whole
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     expert_parallel: Option<u64>,
+    /// Ranks that share each expert's matrices: 1, or all tensor ranks
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    expert_tensor_parallel: Option<u64>,
     /// What replicas shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
     #[arg(long, value_name = "0..3", value_parser = clap::value_parser!(u8).range(0..=3))]
     zero_stage: Option<u8>,
@@ -253,6 +256,7 @@ impl FixedOptions {
             data_parallel: self.data_parallel,
             context_parallel: self.context_parallel,
             expert_parallel: self.expert_parallel,
+            expert_tensor_parallel: self.expert_tensor_parallel,
             virtual_stages: self.virtual_stages,
             zero_stage: self.zero_stage.and_then(|stage| ZeroStage::try_from(stage).ok()),
             micro_batch: self.micro_batch,

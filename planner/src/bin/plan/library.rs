@@ -106,7 +106,10 @@ pub fn stacks(as_json: bool) -> Printed {
                     (true, false) => ON_REQUEST.to_owned(),
                     (offered, _) => yes(offered),
                 },
-                yes(offers.expert_parallel.is_some()),
+                match (offers.expert_parallel.is_some(), offers.searches_whole_experts()) {
+                    (true, true) => "yes, also whole".to_owned(),
+                    (offered, _) => yes(offered),
+                },
                 schedules(offers),
                 zero.join(" "),
                 yes(stack.kernels.flash_attention),

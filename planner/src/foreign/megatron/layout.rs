@@ -7,6 +7,7 @@ use ir::strategy::{Recompute, Strategy, ZeroStage};
 
 use super::{Fork, noted};
 use crate::foreign::flags::Flags;
+use crate::foreign::rules::are_whole;
 use crate::foreign::{Launcher, Settings, Switches, plain_layout};
 
 /// Degrees of the axes.
@@ -81,10 +82,7 @@ pub(super) fn read_layout(
         let warning = "--sequence-parallel does nothing with --tensor-model-parallel-size 1: Megatron turns it off";
         settings.warnings.push(warning.to_owned());
     }
-    if let Some(expert_tensor) = degrees.expert_tensor.filter(|degree| *degree != tensor) {
-        let reason = format!("experts are predicted split over {tensor} tensor ranks, not {expert_tensor}");
-        settings.assumed.push(("--expert-tensor-parallel-size".to_owned(), reason));
-    }
+    let whole_experts = are_whole("--expert-tensor-parallel-size", degrees.expert_tensor, tensor, settings);
     let zero_stage = read_zero_stage(flags, fork, degrees.pipeline, settings);
     let instances = flags.count("--num-distributed-optimizer-instances").unwrap_or(1);
     if !replicas.is_multiple_of(instances) {
@@ -105,6 +103,7 @@ pub(super) fn read_layout(
         sequence_parallel: sequence_parallel && tensor > 1,
         offload_optimizer: reads_offload(flags, settings),
         mesh_order: read_mesh_order(flags, &degrees),
+        whole_experts,
         ..plain_layout()
     })
 }
