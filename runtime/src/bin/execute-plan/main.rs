@@ -17,6 +17,7 @@ use runtime::Error;
 use arguments::{Arguments, Command};
 
 fn main() -> ExitCode {
+    keep_freed_memory();
     let arguments = match Arguments::try_parse() {
         Ok(arguments) => arguments,
         Err(error) => return usage(&error),
@@ -32,6 +33,18 @@ fn main() -> ExitCode {
             eprintln!("{error}");
             ExitCode::from(error.exit_code())
         }
+    }
+}
+
+/// Has the allocator keep what is freed: tensors of the same sizes come back in every step, while what is mapped anew
+/// for each is zeroed page by page.
+fn keep_freed_memory() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: sets two numbers of the allocator (mallopt(3)), before there are other threads.
+    #[allow(unsafe_code)]
+    unsafe {
+        libc::mallopt(libc::M_MMAP_MAX, 0);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, -1);
     }
 }
 
