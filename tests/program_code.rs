@@ -3,6 +3,8 @@
 //!
 //! `PLANWRIGHT_CUDA` and NVRTC as for the test `kernel_code`.
 
+#[path = "support/ranks.rs"]
+mod ranks;
 mod support;
 
 use std::collections::BTreeMap;
@@ -16,6 +18,7 @@ use ir::units::SequenceLength;
 use kernels::ListedKernel;
 use kernels::ptx::{Toolkit, list, write};
 use planner::request::FixedChoices;
+use ranks::OPTIMIZER;
 use runtime::communicator::{Options, World, run_ranks};
 use runtime::device::Device;
 use runtime::executor::{Executor, MicroBatches, StepOptions};
@@ -75,15 +78,7 @@ fn kernels_of(plan: &Plan, world: &World) -> Vec<ListedKernel> {
     let tokens = vec![vec![1; 2 * SEQUENCE as usize]; 2];
     let positions = (0..SEQUENCE as u32).collect();
     let input = MicroBatches { tokens: tokens.clone(), targets: tokens, positions };
-    let options = StepOptions {
-        dropout: Dropout { hidden: 0.1, attention: 0.0 },
-        seed: 1,
-        learning_rate: 1e-3,
-        betas: (0.9, 0.95),
-        epsilon: 1e-8,
-        weight_decay: 0.1,
-        clip: Some(1.0),
-    };
+    let options = StepOptions { dropout: Dropout { hidden: 0.1, attention: 0.0 }, ..OPTIMIZER };
     executor.evaluate(&input).expect("a list fails nowhere");
     executor.step(&input, &options).expect("a list fails nowhere");
     device.take_kernels()

@@ -8,9 +8,11 @@ use std::ops::Range;
 
 use ir::distribution::{Distribution, Place, SplitAxis};
 use ir::graph::DimName;
+use ir::model::ModelSpec;
 use ir::program::{Parameter, ParameterRef, Program};
 
 use crate::random::{Region, Span, Stream, fill_normal};
+use crate::train::TrainConfig;
 
 /// Name of the token embedding in its body; a tied head has the embedding's values.
 pub const TOKEN_EMBEDDING: &str = "embedding.token";
@@ -30,6 +32,18 @@ pub struct Initialisation {
     pub num_layers: u64,
     /// Rows of the vocabulary tables that belong to the model; those behind them are zeros.
     pub vocabulary_rows: u64,
+}
+
+impl Initialisation {
+    /// What a training file says of a model's.
+    pub fn of(config: &TrainConfig, model: &ModelSpec) -> Initialisation {
+        Initialisation {
+            seed: config.seed,
+            deviation: config.initialisation.deviation,
+            num_layers: model.num_layers,
+            vocabulary_rows: model.vocabulary.rows(),
+        }
+    }
 }
 
 /// The rule that a parameter's initial values follow.

@@ -238,16 +238,7 @@ impl<'a> Run<'a> {
         let micro_batches = micro_batches_at(config, strategy, self.progress.samples);
         let rate = learning_rate(config, self.progress);
         let input = self.read(&self.prepared.sources.training, self.progress.samples, micro_batches)?;
-        let optimizer = &config.optimizer;
-        let options = StepOptions {
-            dropout: config.dropout,
-            seed: config.seed,
-            learning_rate: rate,
-            betas: optimizer.betas,
-            epsilon: optimizer.eps,
-            weight_decay: optimizer.weight_decay,
-            clip: optimizer.clip,
-        };
+        let options = StepOptions::of(config, rate);
         let start = Instant::now();
         let updated = self.executor.step(&input, &options)?;
         let seconds = start.elapsed().as_secs_f64();
@@ -333,12 +324,7 @@ fn start_executor<'a>(
     world: &'a World,
 ) -> Result<Executor<'a>, Error> {
     let config = &prepared.config;
-    let settings = Initialisation {
-        seed: config.seed,
-        deviation: config.initialisation.deviation,
-        num_layers: plan.model.num_layers,
-        vocabulary_rows: plan.model.vocabulary.rows(),
-    };
+    let settings = Initialisation::of(config, &plan.model);
     let decays = |name: &str, parameter: &Parameter| has_weight_decay(&config.optimizer, name, parameter);
     let mut fill =
         |name: &str, parameter: &Parameter, region: &Region, range: std::ops::Range<u64>, out: &mut [f32]| {

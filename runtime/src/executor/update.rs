@@ -15,7 +15,7 @@ use crate::Error;
 use crate::communicator::{Group, Reduction};
 use crate::optimizer::{AdamW, State, adamw};
 use crate::tensor::ValuesMut;
-use crate::train::Dropout;
+use crate::train::{Dropout, TrainConfig};
 
 /// Added to the norm before the clipping coefficient is taken (PyTorch's `clip_grad_norm_`).
 const CLIP_EPSILON: f64 = 1e-6;
@@ -37,6 +37,22 @@ pub struct StepOptions {
     pub weight_decay: f64,
     /// Largest global gradient norm; none to leave gradients as they are.
     pub clip: Option<f64>,
+}
+
+impl StepOptions {
+    /// What a training file says, at a learning rate.
+    pub fn of(config: &TrainConfig, learning_rate: f64) -> StepOptions {
+        let optimizer = &config.optimizer;
+        StepOptions {
+            dropout: config.dropout,
+            seed: config.seed,
+            learning_rate,
+            betas: optimizer.betas,
+            epsilon: optimizer.eps,
+            weight_decay: optimizer.weight_decay,
+            clip: optimizer.clip,
+        }
+    }
 }
 
 /// What a step came to, equal on all ranks.

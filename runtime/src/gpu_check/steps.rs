@@ -19,7 +19,7 @@ use crate::device;
 use crate::executor::{Executor, MicroBatches, StepOptions, Updated};
 use crate::initial::{Initialisation, fill_initial};
 use crate::tensor::{Format, Memory};
-use crate::train::{Dropout, TrainConfig, has_weight_decay};
+use crate::train::{TrainConfig, has_weight_decay};
 
 /// Plans of one card: GPT-2 with sequences of 1024 tokens, and a model that a slow device trains too.
 const GPT2: [(&str, &str); 3] = [
@@ -231,13 +231,8 @@ fn on_ranks<R: Send>(
     let results = run_ranks(ranks, 1, options, |world| {
         let world: World = world.map_err(|error| error.to_string())?;
         let program = plan.program.as_ref().expect("the plans that this program carries are executable");
-        let config = TrainConfig::default();
-        let settings = Initialisation {
-            seed: 1,
-            deviation: config.initialisation.deviation,
-            num_layers: plan.model.num_layers,
-            vocabulary_rows: plan.model.vocabulary.rows(),
-        };
+        let config = training();
+        let settings = Initialisation::of(&config, &plan.model);
         let decays = |name: &str, parameter: &Parameter| has_weight_decay(&config.optimizer, name, parameter);
         let mut executor = Executor::in_memory(
             memory(),
@@ -273,14 +268,11 @@ fn batch(plan: &Plan) -> MicroBatches {
     MicroBatches { tokens: make(1), targets: make(1 << 32), positions: (0..length as u32).collect() }
 }
 
+fn training() -> TrainConfig {
+    TrainConfig { seed: 1, ..TrainConfig::default() }
+}
+
 fn options() -> StepOptions {
-    StepOptions {
-        dropout: Dropout { hidden: 0.0, attention: 0.0 },
-        seed: 1,
-        learning_rate: 3e-4,
-        betas: (0.9, 0.95),
-        epsilon: 1e-8,
-        weight_decay: 0.1,
-        clip: Some(1.0),
-    }
+    let config = training();
+    StepOptions::of(&config, config.optimizer.learning_rate)
 }
